@@ -1,0 +1,1 @@
+"""Typed messages over unix sockets: frames, descriptor passing, peer credentials."""

@@ -1,0 +1,205 @@
+"""What makes two chunks the same: namespaces and the chain of unit keys.
+
+A *namespace* is everything that changes KV bytes for all requests. A *unit* is `MATCH_UNIT` tokens, and
+unit keys form one chain from the namespace's root:
+
+    root      = SHA256(domain "root",  namespace id, salt)
+    key[i]    = SHA256(domain "unit",  key[i-1], 16 token ids as u32 LE, extra)
+
+A chunk covers tokens [start, end): `start` is a multiple of the namespace's `chunk_tokens`, `end` of the
+unit. Its key is the unit key at `end`, its parent the unit key at `start`. So device blocks (one unit),
+sealed chunks, tails of any length and KV events all speak of the same keys, and none of them is ever
+computed from another engine's hash, a name, or a per-process seed.
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import hmac
+import sys
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+MATCH_UNIT = 16
+KEY_BYTES = 32
+NAMESPACE_VERSION = 1
+LAYOUT_VERSION = 1
+MAX_TOKEN_ID = 2**32 - 1
+
+_NAMESPACE_DOMAIN = b"forebay/namespace/1\0"
+_ROOT_DOMAIN = b"forebay/root/1\0"
+_UNIT_DOMAIN = b"forebay/unit/1\0"
+_SALT_DOMAIN = b"forebay/salt/1\0"
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+
+GroupKind = Literal["full", "window"]
+
+
+class GroupGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The canonical geometry of one cache group.
+
+    `layers` are the model's layer numbers that share it, in order. `window` is the number of positions that
+    a query sees, itself included (None for full attention).
+    """
+
+    name: str
+    kind: GroupKind
+    layers: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    window: int | None = None
+
+    @property
+    def granule_bytes(self) -> int:
+        """Bytes of `MATCH_UNIT` tokens of this group: layers x (K, V) x heads x tokens x dims."""
+        per_token = len(self.layers) * 2 * self.kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        return per_token * MATCH_UNIT
+
+
+class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything that changes KV bytes for all requests. Any difference is another namespace, so a miss.
+
+    `weights` is a fingerprint of the weight tensors' contents (a name proves nothing); `epoch` is bumped by
+    an update in place; `compute` names the arithmetic (a bf16 and an fp32 run differ in their KV); `positions`
+    holds rope and position settings as sorted (name, value) pairs.
+    """
+
+    weights: bytes
+    groups: tuple[GroupGeometry, ...]
+    chunk_tokens: int = 256
+    epoch: int = 0
+    compute: str = "bfloat16"
+    quantisation: str = "none"
+    positions: tuple[tuple[str, str], ...] = ()
+    match_unit: int = MATCH_UNIT
+    hash: str = "sha256"
+    layout_version: int = LAYOUT_VERSION
+    version: int = NAMESPACE_VERSION
+
+    @property
+    def id(self) -> bytes:
+        """32 bytes that stand for the whole struct."""
+        return hashlib.sha256(_NAMESPACE_DOMAIN + encode_namespace(self)).digest()
+
+    def group_index(self, name: str) -> int:
+        """Position of the group called `name`. Raises KeyError."""
+        for index, group in enumerate(self.groups):
+            if group.name == name:
+                return index
+        raise KeyError(name)
+
+
+def encode_namespace(namespace: Namespace) -> bytes:
+    """The canonical encoding: msgpack of the fields in their declared order."""
+    return msgspec.msgpack.encode(namespace)
+
+
+def decode_namespace(data: bytes) -> Namespace:
+    """The inverse of `encode_namespace`. Raises ValueError on anything that isn't one, with the reason."""
+    try:
+        namespace = msgspec.msgpack.decode(data, type=Namespace)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"not a namespace: {error}") from error
+    refusal = check_namespace(namespace)
+    if refusal:
+        raise ValueError(refusal)
+    return namespace
+
+
+def check_namespace(namespace: Namespace) -> str | None:
+    """Why this namespace can't be served by this version, or None."""
+    wanted = (NAMESPACE_VERSION, LAYOUT_VERSION, MATCH_UNIT, "sha256")
+    found = (namespace.version, namespace.layout_version, namespace.match_unit, namespace.hash)
+    if found != wanted:
+        return f"(version, layout, match unit, hash) is {found}, this store speaks {wanted}"
+    if not 0 < namespace.chunk_tokens <= 65536 or namespace.chunk_tokens % MATCH_UNIT:
+        return f"chunk_tokens {namespace.chunk_tokens} is not a multiple of {MATCH_UNIT} up to 65536"
+    if not 0 < len(namespace.weights) <= 64:
+        return f"weights fingerprint has {len(namespace.weights)} bytes, expected 1 to 64"
+    if not 0 < len(namespace.groups) <= 16:
+        return f"{len(namespace.groups)} cache groups, expected 1 to 16"
+    if len({group.name for group in namespace.groups}) != len(namespace.groups):
+        return "two cache groups have the same name"
+    return next((why for why in map(_check_group, namespace.groups) if why), None)
+
+
+def _check_group(group: GroupGeometry) -> str | None:
+    if group.dtype not in DTYPE_BYTES:
+        return f"group {group.name!r}: dtype {group.dtype!r} is none of {', '.join(DTYPE_BYTES)}"
+    if not group.layers or min(group.kv_heads, group.head_dim) < 1:
+        return f"group {group.name!r}: layers, kv_heads and head_dim must all be positive"
+    if (group.window is not None) != (group.kind == "window") or (group.window or 1) < 1:
+        return f"group {group.name!r}: a window group, and no other, has a positive window"
+    if group.granule_bytes > 2**30:
+        return f"group {group.name!r}: a granule of {group.granule_bytes} bytes is over 1 GiB"
+    return None
+
+
+def root_key(namespace_id: bytes, salt: bytes = b"") -> bytes:
+    """Where a tenant's chain begins. Different salts share nothing."""
+    assert len(namespace_id) == KEY_BYTES, len(namespace_id)
+    return hashlib.sha256(_ROOT_DOMAIN + namespace_id + salt).digest()
+
+
+def tenant_salt(tenant_secret: bytes, cache_salt: str) -> bytes:
+    """The salt of one tenant's requests: it can't be produced by a request body alone."""
+    return hmac.new(tenant_secret, _SALT_DOMAIN + cache_salt.encode(), hashlib.sha256).digest()
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Token ids as u32 little endian. Raises OverflowError for an id outside [0, 2**32)."""
+    packed = array.array("I", token_ids)
+    if sys.byteorder == "big":  # pragma: no cover - no such machine in the tests
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_tokens(data: bytes | memoryview) -> tuple[int, ...]:
+    """The inverse of `pack_tokens`."""
+    assert len(data) % 4 == 0, len(data)
+    packed = array.array("I", bytes(data))
+    if sys.byteorder == "big":  # pragma: no cover
+        packed.byteswap()
+    return tuple(packed)
+
+
+def chain(parent: bytes, tokens: bytes, extra: bytes = b"") -> list[bytes]:
+    """Keys of the whole units in `tokens` (u32 LE), following `parent`; a rest below a unit has no key."""
+    assert len(parent) == KEY_BYTES, len(parent)
+    step = MATCH_UNIT * 4
+    # Token bytes have one fixed length, so appending `extra` can't be confused with more tokens.
+    suffix = len(extra).to_bytes(4, "little") + extra if extra else b""
+    keys: list[bytes] = []
+    sha256 = hashlib.sha256
+    for at in range(0, len(tokens) - step + 1, step):
+        parent = sha256(_UNIT_DOMAIN + parent + tokens[at : at + step] + suffix).digest()
+        keys.append(parent)
+    return keys
+
+
+class Chain:
+    """The growing chain of one request. `keys[i]` is the key at token position `(i + 1) * MATCH_UNIT`."""
+
+    def __init__(self, root: bytes, token_ids: Sequence[int] = (), extra: bytes = b"") -> None:
+        self.root = root
+        self.extra = extra
+        self.keys: list[bytes] = []
+        self._rest = b""
+        self.extend(token_ids)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Append tokens; new whole units get their keys."""
+        tokens = self._rest + pack_tokens(token_ids)
+        parent = self.keys[-1] if self.keys else self.root
+        self.keys.extend(chain(parent, tokens, self.extra))
+        self._rest = tokens[len(tokens) - len(tokens) % (MATCH_UNIT * 4) :]
+
+    def key_at(self, position: int) -> bytes:
+        """The key at token `position`, a multiple of the unit (0 is the root)."""
+        assert position % MATCH_UNIT == 0 and position >= 0, position
+        return self.keys[position // MATCH_UNIT - 1] if position else self.root

@@ -1,0 +1,326 @@
+"""The wire protocol between a store and its clients: typed messages, batches only.
+
+Every request carries `rid`, chosen by the client; replies carry it back and may come in any order. Bulk
+bytes never travel here: they are copied through the mapped extents. `docs/protocol.md` tells the story.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Union
+
+import msgspec
+
+from forebay.ipc.framing import Codec
+
+PROTOCOL_VERSION = 1
+CLIENT_ID_BYTES = 16
+LOOKUP_TOKENS_MAX = 2 << 20
+BATCH_ITEMS_MAX = 4096
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, tag_field="type", forbid_unknown_fields=True, kw_only=True):
+    """Base of all messages: a map with `type` first."""
+
+
+# --- session -------------------------------------------------------------------------------------------
+
+
+class Hello(Message):
+    """First message of a connection. A client that comes back with its old `client` thereby says that
+    none of its writes from before is still under way."""
+
+    rid: int
+    client: bytes
+    kind: str
+    version: int = PROTOCOL_VERSION
+
+
+class Welcome(Message):
+    """Answer to Hello. The client's lock descriptor comes with it: whoever holds it open is alive."""
+
+    rid: int
+    boot: bytes
+    extent_bytes: int
+    version: int = PROTOCOL_VERSION
+
+
+class GetExtents(Message):
+    """Ask for extents' descriptors: those with an id of at least `after`, DESCRIPTORS_MAX a reply."""
+
+    rid: int
+    after: int = 0
+
+
+class Extents(Message):
+    """Extent ids in ascending order; their descriptors come with the frame, in this order."""
+
+    rid: int
+    extents: list[int]
+    more: bool
+
+
+class Register(Message):
+    """Make a namespace known. `namespace` is its canonical encoding, `label` a name for people and topics."""
+
+    rid: int
+    namespace: bytes
+    label: str = ""
+
+
+class Registered(Message):
+    rid: int
+    namespace: bytes
+
+
+class Refused(Message):
+    """The request was understood and not done. `code` is for programs, `message` for people."""
+
+    rid: int
+    code: Literal["version", "namespace", "limits", "unknown", "busy", "internal"]
+    message: str
+
+
+# --- reading -------------------------------------------------------------------------------------------
+
+
+class Lookup(Message):
+    """Find and pin the longest prefix that all groups can serve.
+
+    `keys` are the unit keys of `tokens` (u32 LE) joined, `root` is where the chain begins. `limit` caps the
+    hit (a prompt must compute at least one token). `deadline_ms` is how long tiers may take to promote;
+    0 answers from memory at once.
+    """
+
+    rid: int
+    namespace: bytes
+    root: bytes
+    tokens: bytes
+    keys: bytes
+    limit: int
+    deadline_ms: int = 0
+
+
+class ChunkRead(msgspec.Struct, frozen=True, array_like=True):
+    """One pinned chunk. Its bytes are at [offset, offset + payload) of the extent; `generation` is compared
+    after the copy; `checksums` cover whole granules. Valid until the lease is released."""
+
+    group: int
+    start: int
+    tokens: int
+    extent: int
+    slot_offset: int
+    payload_offset: int
+    generation: int
+    checksums: bytes
+    key: bytes
+    promoted: bool = False
+
+
+class Found(Message):
+    """`hit` tokens are served by `chunks`, pinned under `lease` (0: nothing is pinned).
+
+    `from_tier` counts the hit's tokens that a tier had to promote, by tier name. `pending` says that more
+    would have come had the deadline been longer.
+    """
+
+    rid: int
+    boot: bytes
+    lease: int
+    hit: int
+    chunks: list[ChunkRead]
+    from_tier: dict[str, int]
+    pending: bool = False
+
+
+class Release(Message):
+    """Give leases back. No answer; an unknown lease is ignored (it ended with a restart)."""
+
+    leases: list[int]
+
+
+class Damaged(Message):
+    """A reader found these chunks' bytes wrong. They are taken out, counted and announced. No answer."""
+
+    chunks: list[tuple[int, bytes]]
+
+
+# --- writing -------------------------------------------------------------------------------------------
+
+
+class NewChunk(msgspec.Struct, frozen=True, array_like=True):
+    """A chunk that a client wants to store: tokens [start, start + len/4) under `parent`, ending at `key`."""
+
+    group: int
+    key: bytes
+    parent: bytes
+    start: int
+    tokens: bytes
+    extra: bytes = b""
+
+
+class Reserve(Message):
+    rid: int
+    namespace: bytes
+    tenant: str
+    chunks: list[NewChunk]
+
+
+class Slot(msgspec.Struct, frozen=True, array_like=True):
+    """Where one reserved chunk goes, or why it doesn't.
+
+    `exists`: it, or a fuller chunk with the same beginning, is stored; `busy`: somebody else is writing it;
+    `full`: no room could be made within the budget.
+    """
+
+    status: Literal["reserved", "exists", "busy", "full"]
+    reservation: int = 0
+    extent: int = 0
+    slot_offset: int = 0
+    payload_offset: int = 0
+    generation: int = 0
+
+
+class Reserved(Message):
+    rid: int
+    boot: bytes
+    slots: list[Slot]
+
+
+class Written(msgspec.Struct, frozen=True, array_like=True):
+    """One chunk whose bytes are complete: one xxh3_64 (u64 LE) a granule."""
+
+    reservation: int
+    checksums: bytes
+
+
+class Commit(Message):
+    rid: int
+    chunks: list[Written]
+
+
+class Committed(Message):
+    """How many became visible. The others' reservations had ended (a restart, an abort)."""
+
+    rid: int
+    boot: bytes
+    committed: int
+
+
+class Abort(Message):
+    """Give reservations back unwritten: none of them is being written any more. No answer."""
+
+    reservations: list[int]
+
+
+# --- watching ------------------------------------------------------------------------------------------
+
+
+class GetStats(Message):
+    rid: int
+
+
+class Stats(Message):
+    """Counters and gauges by dotted name, plus descriptions of namespaces, tiers and event endpoints."""
+
+    rid: int
+    boot: bytes
+    pid: int
+    values: dict[str, float]
+    info: dict[str, str]
+    namespaces: list[dict[str, str]]
+    tiers: list[dict[str, str]]
+
+
+class List(Message):
+    """Page through chunks in no particular order, from `cursor` (0 at first)."""
+
+    rid: int
+    cursor: int = 0
+    limit: int = 500
+    namespace: bytes = b""
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    namespace: bytes
+    group: int
+    key: bytes
+    parent: bytes
+    start: int
+    tokens: int
+    payload: int
+    tenant: str
+    state: str
+    pins: int
+    tiers: list[str]
+
+
+class Rows(Message):
+    """`cursor` continues the listing; 0 says that this was the last page."""
+
+    rid: int
+    rows: list[Row]
+    cursor: int
+
+
+class Explain(Message):
+    """Why does the prefix end where it does? Fields as in Lookup."""
+
+    rid: int
+    namespace: bytes
+    root: bytes
+    tokens: bytes
+    keys: bytes
+
+
+class TierReach(msgspec.Struct, frozen=True, array_like=True):
+    """How far one tier reaches in one group, and why it ends there, in words."""
+
+    tier: str
+    group: str
+    tokens: int
+    reason: str
+    detail: str = ""
+
+
+class Explained(Message):
+    rid: int
+    hit: int
+    reaches: list[TierReach]
+
+
+class Check(Message):
+    """Verify every committed chunk of the pool against its checksums. Takes as long as reading it."""
+
+    rid: int
+    repair: bool = False
+
+
+class Checked(Message):
+    rid: int
+    chunks: int
+    bytes: int
+    damaged: list[str]
+
+
+class Clear(Message):
+    """Forget every unpinned chunk of a namespace (all if empty) in memory and in every tier."""
+
+    rid: int
+    namespace: bytes = b""
+
+
+class Cleared(Message):
+    rid: int
+    chunks: int
+
+
+Request = Union[
+    Hello, GetExtents, Register, Lookup, Release, Damaged, Reserve, Commit, Abort,
+    GetStats, List, Explain, Check, Clear,
+]  # fmt: skip
+Reply = Union[
+    Welcome, Extents, Registered, Refused, Found, Reserved, Committed, Stats, Rows, Explained, Checked, Cleared
+]
+
+REQUESTS: Codec[Request] = Codec(Request)
+REPLIES: Codec[Reply] = Codec(Reply)

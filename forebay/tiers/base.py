@@ -1,0 +1,160 @@
+"""The interface of a secondary tier.
+
+A tier object lives in the tier's own process, which maps the pool's extents. Its methods never block and
+never raise for what happens to one chunk: a job that fails is a JobResult with `ok` false. Work happens on
+the tier's own threads (or inside `get_finished_jobs`, which the process calls often).
+
+A tier is handed finished keys and nothing else: no tenant, no salt, no model name, so none can be forgotten
+on the way. What it stores for a chunk is the bytes [header | payload] of the pool's slot, with the slot's
+own fields (state, generation) as COMMITTED and 0.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+
+Outcome = Literal["hit", "miss", "retry"]
+
+
+class ChunkId(msgspec.Struct, frozen=True, array_like=True):
+    """What a tier stores under: the cache group's index and the chain key at the chunk's end."""
+
+    group: int
+    key: bytes
+
+
+class Query(msgspec.Struct, frozen=True, array_like=True):
+    """Is this chunk there? If not, does another child of `parent` begin with the same tokens?
+
+    `tokens` (u32 LE) are those of the wanted chunk; a tier that keeps a manifest of parents answers with
+    the child that shares the most whole units, others answer for the exact key alone.
+    """
+
+    group: int
+    key: bytes
+    parent: bytes
+    tokens: bytes
+
+
+class LookupResult(msgspec.Struct, frozen=True, array_like=True):
+    """Answer to one Query. On a hit, `key` names the stored chunk, `matched` how many of the query's tokens
+    it serves (a multiple of the unit), `tokens` how many it has, `length` its bytes with the header."""
+
+    outcome: Outcome
+    key: bytes = b""
+    matched: int = 0
+    tokens: int = 0
+    length: int = 0
+
+
+class StoreJob(msgspec.Struct, frozen=True, array_like=True):
+    """Copy [offset, offset + length) of an extent, header included, to the tier under `chunk`.
+
+    The daemon keeps the slot alive until the job is reported finished. `replaces` names a shorter chunk that
+    may be removed once this one is stored. A `cold` chunk goes first when room is needed.
+    """
+
+    id: int
+    chunk: ChunkId
+    parent: bytes
+    extent: int
+    offset: int
+    length: int
+    replaces: bytes = b""
+    cold: bool = False
+
+
+class LoadJob(msgspec.Struct, frozen=True, array_like=True):
+    """Read a chunk, verify all of it, and leave its payload at `payload_offset` of the extent.
+
+    The header isn't written into the pool: it comes back in the result, and the daemon publishes it.
+    `capacity` bounds the payload. `deadline_s` is relative to submission; a job that misses it fails.
+    """
+
+    id: int
+    chunk: ChunkId
+    extent: int
+    payload_offset: int
+    capacity: int
+    deadline_s: float
+
+
+class JobResult(msgspec.Struct, frozen=True, array_like=True):
+    """Outcome of one job. `header` is a verified chunk's header block (loads only). `reason` of a failure is
+    one of: missing, corrupt, full, quota, io, late, dropped."""
+
+    id: int
+    ok: bool
+    reason: str = ""
+    header: bytes = b""
+    length: int = 0
+
+
+class TierChange(msgspec.Struct, frozen=True, array_like=True):
+    """A chunk that came into the tier or left it, told after it is true.
+
+    `header` is the chunk's header block (tokens, parent and namespace are in it), also for removals where
+    the tier still knows it; empty if not. `reason` of a removal: evicted, quota, corrupt, cleared, replaced.
+    """
+
+    chunk: ChunkId
+    stored: bool
+    reason: str = ""
+    header: bytes = b""
+
+
+class TierStats(msgspec.Struct, frozen=True, array_like=True):
+    """Counters and gauges of a tier by name; `info` for people."""
+
+    values: dict[str, float]
+    info: dict[str, str]
+
+
+class SecondaryTier(ABC):
+    """One secondary tier. See the module's text for what its methods owe."""
+
+    name: str
+
+    @abstractmethod
+    def attach_extent(self, extent: int, memory: memoryview) -> None:
+        """Jobs may name this extent from now on. `memory` stays valid and writable until `close`."""
+
+    @abstractmethod
+    def lookup(self, queries: Sequence[Query]) -> list[LookupResult]:
+        """One result a query. `retry` means: not known yet, ask again. Never blocks on a device."""
+
+    @abstractmethod
+    def submit_store(self, job: StoreJob) -> None:
+        """Queue a store. A full queue finishes the job at once with reason `dropped`."""
+
+    @abstractmethod
+    def submit_load(self, job: LoadJob) -> None:
+        """Queue a load. Loads and stores never wait for each other's queue."""
+
+    @abstractmethod
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Jobs that have finished since the last call, each exactly once."""
+
+    @abstractmethod
+    def take_changes(self) -> Iterable[TierChange]:
+        """Arrivals and removals since the last call, in the order in which they became true."""
+
+    @abstractmethod
+    def forget(self, chunks: Sequence[ChunkId], reason: str) -> None:
+        """Remove chunks (a clear, a replacement, damage). Unknown ones are ignored."""
+
+    @abstractmethod
+    def clear(self, namespace: bytes) -> int:
+        """Remove everything of a namespace (all if empty); returns how many chunks."""
+
+    @abstractmethod
+    def statistics(self) -> TierStats:
+        """Present figures; `bytes`, `bytes_quota`, `chunks`, `queue_bytes` are always among them."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish what is being written, release what is held. May block for a short while."""
