@@ -1,0 +1,139 @@
+"""Messages between a front end and a worker, over the worker's unix socket.
+
+A request's state is its tokens: the front end sends the prompt and whatever was emitted already, so any
+worker can go on with any request. `attempt` numbers the tries; output of a dead attempt is dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Union
+
+import msgspec
+
+from forebay.ipc.framing import Codec
+
+WORKER_PROTOCOL_VERSION = 1
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class WorkerMessage(
+    msgspec.Struct, frozen=True, tag=True, tag_field="type", forbid_unknown_fields=True, kw_only=True
+):
+    """Base of all messages: a map with `type` first."""
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How to choose tokens. Randomness is a function of (seed, choice, position) alone, so that a successor
+    draws what its predecessor would have drawn. `top_k` 0 and `top_p` 1 mean no limit; `logprobs` is how many
+    alternatives to report for each token (None: not even the chosen one's)."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    choice: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+
+class Generate(WorkerMessage):
+    """Run one choice. `prompt` and `emitted` are u32 LE token ids; emitted ones are fed, never resampled,
+    and count towards `max_tokens`. `salt` roots the cache chain; `tenant` goes into chunk headers."""
+
+    id: str
+    attempt: int
+    prompt: bytes
+    sampling: Sampling
+    emitted: bytes = b""
+    salt: bytes = b""
+    tenant: str = ""
+
+
+class Cancel(WorkerMessage):
+    """Stop a request; its blocks are freed and its tail is stored. Answered by Finished if it still ran."""
+
+    id: str
+    attempt: int
+
+
+class Describe(WorkerMessage):
+    """Ask what the worker is. Answered by Description."""
+
+
+class GetWorkerStats(WorkerMessage):
+    """Answered by WorkerStats."""
+
+
+class Started(WorkerMessage):
+    """The prompt's cached prefix is known. `cached` says where its tokens came from: device, host, or a
+    tier's name; their sum is `cached_tokens`."""
+
+    id: str
+    attempt: int
+    cached_tokens: int
+    cached: dict[str, int]
+
+
+class TokenOut(msgspec.Struct, frozen=True, array_like=True):
+    """One new token of one request. `index` counts from 0 over all output, emitted ones included."""
+
+    id: str
+    attempt: int
+    index: int
+    token: int
+    logprob: float | None = None
+    top: list[tuple[int, float]] = []
+
+
+class Outputs(WorkerMessage):
+    """What one step produced, for all requests of this front end."""
+
+    tokens: list[TokenOut]
+
+
+class Finished(WorkerMessage):
+    """A request ended. `error` carries a message for the client."""
+
+    id: str
+    attempt: int
+    reason: FinishReason
+    error: str = ""
+
+
+class Description(WorkerMessage):
+    """`namespace` is the canonical encoding; `store` is `connected`, `down` or `none`; `boot` is new with
+    every start of the process."""
+
+    boot: str
+    pid: int
+    model: str
+    vocab_size: int
+    max_context: int
+    eos_ids: list[int]
+    namespace: bytes
+    store: str
+    version: int = WORKER_PROTOCOL_VERSION
+
+
+class WorkerStats(WorkerMessage):
+    """Counters and gauges by dotted name."""
+
+    values: dict[str, float]
+    store: str
+
+
+class Alive(WorkerMessage):
+    """Heartbeat, twice a second, sent from beside the engine's thread. `step` is how long the present step
+    has been running (0 when idle)."""
+
+    boot: str
+    step_s: float
+
+
+ToWorker = Union[Generate, Cancel, Describe, GetWorkerStats]
+FromWorker = Union[Started, Outputs, Finished, Description, WorkerStats, Alive]
+
+TO_WORKER: Codec[ToWorker] = Codec(ToWorker)
+FROM_WORKER: Codec[FromWorker] = Codec(FromWorker)
