@@ -38,6 +38,7 @@ class SlotState(IntEnum):
     RESERVED = 1
     COMMITTED = 2
     PROMOTING = 3
+    RETIRED = 4
 
 
 class ChunkHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

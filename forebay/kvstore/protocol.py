@@ -101,8 +101,9 @@ class Lookup(Message):
 
 
 class ChunkRead(msgspec.Struct, frozen=True, array_like=True):
-    """One pinned chunk. Its bytes are at [offset, offset + payload) of the extent; `generation` is compared
-    after the copy; `checksums` cover whole granules. Valid until the lease is released."""
+    """One pinned chunk. Its `length` bytes are at `payload_offset` of the extent; `generation` is compared
+    after the copy; `checksums` are one xxh3_64 (u64 LE) a granule. Valid until the lease is released.
+    `promoted` names the tier that had to bring it for this lookup."""
 
     group: int
     start: int
@@ -110,10 +111,11 @@ class ChunkRead(msgspec.Struct, frozen=True, array_like=True):
     extent: int
     slot_offset: int
     payload_offset: int
+    length: int
     generation: int
     checksums: bytes
     key: bytes
-    promoted: bool = False
+    promoted: str = ""
 
 
 class Found(Message):

@@ -1,0 +1,306 @@
+"""The async client. Replies may come in any order; each call waits for its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections import deque
+from collections.abc import Sequence
+from typing import TypeVar
+
+from forebay.errors import ForebayError, ProtocolError, StoreUnavailable
+from forebay.ipc.framing import FrameBuffer
+from forebay.ipc.sockets import connect, receive_with_descriptors, socket_path
+from forebay.kvstore.client.session import Session, expect
+from forebay.kvstore.identity import Namespace
+from forebay.kvstore.protocol import (
+    REPLIES,
+    REQUESTS,
+    Abort,
+    Check,
+    Checked,
+    ChunkRead,
+    Clear,
+    Cleared,
+    Commit,
+    Committed,
+    Damaged,
+    Explain,
+    Explained,
+    Extents,
+    Found,
+    GetExtents,
+    GetStats,
+    List,
+    Lookup,
+    NewChunk,
+    Registered,
+    Release,
+    Reply,
+    Reserve,
+    Reserved,
+    Rows,
+    Slot,
+    Stats,
+    Welcome,
+    Written,
+)
+
+R = TypeVar("R")
+SEND_BYTES_MAX = 64 << 20
+RECEIVE_BYTES = 1 << 18
+
+
+class AsyncStoreClient:
+    """A connection to a store, used from one event loop.
+
+    Any call on a lost connection raises StoreUnavailable; `connect` may then be called again. After that
+    all leases and reservations from before are gone, and views into the old mapping must not be written.
+    """
+
+    def __init__(self, address: str, *, kind: str = "worker", timeout_s: float = 5.0) -> None:
+        self._path = socket_path(address)
+        self._timeout_s = timeout_s
+        self._session = Session(kind)
+        self._socket: socket.socket | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: dict[int, asyncio.Future[tuple[Reply, list[int]]]] = {}
+        self._descriptors: deque[int] = deque()
+        self._buffer: FrameBuffer[Reply] = FrameBuffer(REPLIES)
+        self._unsent = bytearray()
+
+    @property
+    def connected(self) -> bool:
+        return self._socket is not None
+
+    @property
+    def boot(self) -> bytes:
+        """Boot id of the store that was last connected to."""
+        return self._session.boot
+
+    async def connect(self) -> None:
+        """Connect, be welcomed, and map the pool. Raises StoreUnavailable or ProtocolError."""
+        assert self._socket is None, "already connected"
+        self._loop = asyncio.get_running_loop()
+        connection = connect(self._path, self._timeout_s)
+        connection.setblocking(False)
+        self._socket = connection
+        self._buffer, self._unsent = FrameBuffer(REPLIES), bytearray()
+        self._loop.add_reader(connection.fileno(), self._readable)
+        try:
+            hello = self._session.hello()
+            welcome, descriptors = await asyncio.wait_for(self._ask(hello.rid, hello), self._timeout_s)
+            self._session.welcome(expect(welcome, Welcome), descriptors)
+            await self.map_extents()
+        except TimeoutError as error:
+            await self.close()
+            raise StoreUnavailable(f"the store on {self._path} doesn't answer; is it hung?") from error
+        except BaseException:
+            await self.close()
+            raise
+
+    async def map_extents(self) -> None:
+        """Map the extents that this client doesn't have yet. Page tables are filled on another thread."""
+        pool, after, more = self._session.pool, 0, True
+        after = max(pool.views, default=-1) + 1
+        while more:
+            rid = self._session.rid()
+            reply, descriptors = await self._ask(rid, GetExtents(rid=rid, after=after))
+            extents = expect(reply, Extents)
+            for extent, descriptor in zip(extents.extents, descriptors, strict=True):
+                await asyncio.to_thread(pool.add, extent, descriptor)
+                after = extent + 1
+            more = extents.more
+
+    async def close(self) -> None:
+        """End the connection; the store takes back what it had lent."""
+        self._lost(StoreUnavailable("the connection to the store was closed"))
+        self._session.forget_pool()
+
+    async def register(self, namespace: Namespace, label: str = "") -> bytes:
+        """Make a namespace known; returns its id. Raises RequestRefused if it can't be served."""
+        request = self._session.register(namespace, label)
+        return (await self._call(request.rid, request, Registered)).namespace
+
+    async def lookup(
+        self, namespace_id: bytes, root: bytes, tokens: bytes, keys: bytes, *, limit: int, deadline_ms: int
+    ) -> Found:
+        """Find and pin the longest prefix of `tokens` (u32 LE) that the store can serve."""
+        rid = self._session.rid()
+        found = await self._call(
+            rid,
+            Lookup(
+                rid=rid, namespace=namespace_id, root=root, tokens=tokens, keys=keys, limit=limit,
+                deadline_ms=deadline_ms,
+            ),
+            Found,
+        )  # fmt: skip
+        if any(chunk.extent not in self._session.pool.views for chunk in found.chunks):
+            await self.map_extents()
+        return found
+
+    def release(self, leases: Sequence[int]) -> None:
+        """Give leases back. Silent on a lost connection: they ended with it."""
+        self._tell(Release(leases=list(leases)))
+
+    async def reserve(self, namespace_id: bytes, tenant: str, chunks: Sequence[NewChunk]) -> Reserved:
+        """Ask for room for chunks, parents first."""
+        rid = self._session.rid()
+        message = Reserve(rid=rid, namespace=namespace_id, tenant=tenant, chunks=list(chunks))
+        reserved = await self._call(rid, message, Reserved)
+        known = self._session.pool.views
+        if any(slot.status == "reserved" and slot.extent not in known for slot in reserved.slots):
+            await self.map_extents()
+        return reserved
+
+    async def commit(self, chunks: Sequence[Written]) -> Committed:
+        """Make written chunks visible."""
+        rid = self._session.rid()
+        return await self._call(rid, Commit(rid=rid, chunks=list(chunks)), Committed)
+
+    def abort(self, reservations: Sequence[int]) -> None:
+        """Give reservations back unwritten."""
+        self._tell(Abort(reservations=list(reservations)))
+
+    def damaged(self, chunks: Sequence[tuple[int, bytes]]) -> None:
+        """Report (group, key) of chunks whose bytes don't match their checksums."""
+        self._tell(Damaged(chunks=list(chunks)))
+
+    def payload(self, chunk: ChunkRead) -> memoryview:
+        """Whole payload of a pinned chunk, in the mapped pool. Valid until its lease is released."""
+        return self._session.payload(chunk)
+
+    def room(self, slot: Slot, length: int) -> memoryview:
+        """Writable payload of a reserved slot. Valid until commit or abort."""
+        return self._session.pool.room(slot, length)
+
+    def intact(self, chunk: ChunkRead) -> bool:
+        """Ask after the copy: is the slot still of the generation that was promised?"""
+        return self._session.pool.intact(chunk)
+
+    async def stats(self) -> Stats:
+        """Present figures."""
+        rid = self._session.rid()
+        return await self._call(rid, GetStats(rid=rid), Stats)
+
+    async def list_chunks(self, *, cursor: int = 0, limit: int = 500, namespace: bytes = b"") -> Rows:
+        """One page of what is held."""
+        rid = self._session.rid()
+        return await self._call(rid, List(rid=rid, cursor=cursor, limit=limit, namespace=namespace), Rows)
+
+    async def explain(self, namespace_id: bytes, root: bytes, tokens: bytes, keys: bytes) -> Explained:
+        """Why a prompt's prefix ends where it does."""
+        rid = self._session.rid()
+        message = Explain(rid=rid, namespace=namespace_id, root=root, tokens=tokens, keys=keys)
+        return await self._call(rid, message, Explained)
+
+    async def check(self, *, repair: bool = False) -> Checked:
+        """Verify every chunk of the pool."""
+        rid = self._session.rid()
+        return await self._call(rid, Check(rid=rid, repair=repair), Checked)
+
+    async def clear(self, namespace: bytes = b"") -> Cleared:
+        """Forget a namespace's chunks, or all, in every tier."""
+        rid = self._session.rid()
+        return await self._call(rid, Clear(rid=rid, namespace=namespace), Cleared)
+
+    # --- the I/O line ----------------------------------------------------------------------------------
+
+    async def _call(self, rid: int, message: object, kind: type[R]) -> R:
+        reply, _ = await self._ask(rid, message)
+        return expect(reply, kind)
+
+    async def _ask(self, rid: int, message: object) -> tuple[Reply, list[int]]:
+        assert self._loop is not None or self._socket is None
+        if self._socket is None or self._loop is None:
+            raise StoreUnavailable(f"not connected to the store on {self._path}")
+        answer: asyncio.Future[tuple[Reply, list[int]]] = self._loop.create_future()
+        self._waiting[rid] = answer
+        try:
+            self._send(REQUESTS.encode(message))
+            return await answer
+        finally:
+            self._waiting.pop(rid, None)
+
+    def _tell(self, message: object) -> None:
+        if self._socket is not None:
+            self._send(REQUESTS.encode(message))
+
+    def _send(self, frame: bytes) -> None:
+        if self._socket is None or self._loop is None:
+            raise StoreUnavailable(f"not connected to the store on {self._path}")
+        if len(self._unsent) + len(frame) > SEND_BYTES_MAX:
+            self._lost(StoreUnavailable("the store has stopped reading"))
+            raise StoreUnavailable("the store has stopped reading")
+        if self._unsent:
+            self._unsent += frame
+            return
+        sent = self._try_send(frame)
+        if sent < len(frame) and self._socket is not None:
+            self._unsent += frame[sent:]
+            self._loop.add_writer(self._socket.fileno(), self._writable)
+
+    def _try_send(self, data: bytes | bytearray) -> int:
+        assert self._socket is not None
+        try:
+            return self._socket.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            self._lost(StoreUnavailable(f"the store on {self._path} is gone ({error.strerror})"))
+            raise StoreUnavailable(f"the store on {self._path} is gone ({error.strerror})") from error
+
+    def _writable(self) -> None:
+        try:
+            del self._unsent[: self._try_send(self._unsent)]
+        except StoreUnavailable:
+            return  # every waiting call has been told
+        if not self._unsent and self._loop is not None and self._socket is not None:
+            self._loop.remove_writer(self._socket.fileno())
+
+    def _readable(self) -> None:
+        assert self._socket is not None
+        try:
+            data, descriptors = receive_with_descriptors(self._socket, RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        except (OSError, ForebayError) as error:
+            self._lost(StoreUnavailable(f"the store on {self._path} is gone ({error})"))
+            return
+        self._descriptors.extend(descriptors)
+        if not data:
+            self._lost(StoreUnavailable(f"the store on {self._path} closed the connection"))
+            return
+        try:
+            for reply in self._buffer.feed(data):
+                self._answer(reply)
+        except ProtocolError as error:
+            self._lost(error)
+
+    def _answer(self, reply: Reply) -> None:
+        expected = 1 if isinstance(reply, Welcome) else len(reply.extents) if isinstance(reply, Extents) else 0
+        if len(self._descriptors) < expected:
+            raise ProtocolError("the store announced descriptors that did not come")
+        descriptors = [self._descriptors.popleft() for _ in range(expected)]
+        waiting = self._waiting.get(reply.rid)
+        if waiting is not None and not waiting.done():
+            waiting.set_result((reply, descriptors))
+            return
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if isinstance(reply, Found) and reply.lease:
+            self.release([reply.lease])  # whoever asked has been cancelled: nobody else would let go
+
+    def _lost(self, error: ForebayError) -> None:
+        connection, self._socket = self._socket, None
+        if connection is None or self._loop is None:
+            return
+        self._loop.remove_reader(connection.fileno())
+        self._loop.remove_writer(connection.fileno())
+        connection.close()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(error)

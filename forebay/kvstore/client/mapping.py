@@ -1,0 +1,49 @@
+"""A client's side of the pool: mapped extents and the windows that leases and reservations open into them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass, field
+
+from forebay.kvstore.header import slot_generation
+from forebay.kvstore.protocol import ChunkRead, Slot
+
+
+@dataclass
+class PoolMap:
+    """Extents that the store has handed over. Mapping one faults its pages in, off the hot path."""
+
+    extent_bytes: int = 0
+    views: dict[int, memoryview] = field(default_factory=dict)
+    _maps: list[mmap.mmap] = field(default_factory=list)
+
+    def add(self, extent: int, descriptor: int) -> None:
+        """Map an extent and close its descriptor. May block while page tables are filled."""
+        try:
+            if extent in self.views:
+                return
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            mapped = mmap.mmap(descriptor, self.extent_bytes, flags=flags)
+        finally:
+            os.close(descriptor)
+        mapped.madvise(mmap.MADV_DONTDUMP)
+        self._maps.append(mapped)
+        self.views[extent] = memoryview(mapped)
+
+    def payload(self, chunk: ChunkRead, length: int) -> memoryview:
+        """The first `length` payload bytes of a pinned chunk."""
+        return self.views[chunk.extent][chunk.payload_offset : chunk.payload_offset + length]
+
+    def room(self, slot: Slot, length: int) -> memoryview:
+        """Where a reserved chunk's payload goes."""
+        return self.views[slot.extent][slot.payload_offset : slot.payload_offset + length]
+
+    def intact(self, chunk: ChunkRead) -> bool:
+        """Is the slot still of the generation that was promised? Ask after the copy."""
+        return slot_generation(self.views[chunk.extent][chunk.slot_offset : chunk.slot_offset + 64]) == chunk.generation
+
+    def close(self) -> None:
+        """Drop the mappings. One that somebody still looks into stays until that view is gone."""
+        self.views.clear()
+        self._maps.clear()

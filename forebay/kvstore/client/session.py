@@ -1,0 +1,75 @@
+"""What the blocking and the async client share: ids, messages, and how replies are read.
+
+No I/O here: a session makes requests and digests replies, the clients carry them.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from forebay.errors import ProtocolError, RequestRefused
+from forebay.kvstore.client.mapping import PoolMap
+from forebay.kvstore.identity import Namespace, encode_namespace
+from forebay.kvstore.protocol import CLIENT_ID_BYTES, PROTOCOL_VERSION, ChunkRead, Hello, Refused, Register, Welcome
+
+R = TypeVar("R")
+
+
+@dataclass
+class Session:
+    """State of one client across reconnects. `client` stays the same, so that the store knows that what it
+    wrote before is no longer being written; `lock` says to everyone that this process is alive."""
+
+    kind: str
+    client: bytes = field(default_factory=lambda: os.urandom(CLIENT_ID_BYTES))
+    boot: bytes = b""
+    pool: PoolMap = field(default_factory=PoolMap)
+    lock: int = -1
+    _rid: int = 0
+
+    def rid(self) -> int:
+        """A fresh request id."""
+        self._rid += 1
+        return self._rid
+
+    def hello(self) -> Hello:
+        """The first message of a connection."""
+        return Hello(rid=self.rid(), client=self.client, kind=self.kind)
+
+    def welcome(self, message: Welcome, descriptors: list[int]) -> None:
+        """Digest the store's answer to Hello."""
+        if message.version != PROTOCOL_VERSION or len(descriptors) != 1:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise ProtocolError(
+                f"the store speaks protocol {message.version}, this client {PROTOCOL_VERSION}: update the older one"
+            )
+        self.forget_pool()
+        self.boot, self.lock = message.boot, descriptors[0]
+        self.pool = PoolMap(message.extent_bytes)
+
+    def register(self, namespace: Namespace, label: str) -> Register:
+        """Registration of a namespace."""
+        return Register(rid=self.rid(), namespace=encode_namespace(namespace), label=label)
+
+    def payload(self, chunk: ChunkRead) -> memoryview:
+        """Whole payload of a pinned chunk, in place. Valid until its lease is released."""
+        return self.pool.payload(chunk, chunk.length)
+
+    def forget_pool(self) -> None:
+        """The store is gone: so are its mappings and the lock it gave."""
+        self.pool.close()
+        if self.lock >= 0:
+            os.close(self.lock)
+            self.lock = -1
+
+
+def expect(reply: object, kind: type[R]) -> R:
+    """The reply, if it is of this kind. Raises RequestRefused or ProtocolError."""
+    if isinstance(reply, kind):
+        return reply
+    if isinstance(reply, Refused):
+        raise RequestRefused(reply.code, reply.message)
+    raise ProtocolError(f"expected {kind.__name__}, the store sent {type(reply).__name__}")

@@ -1,0 +1,131 @@
+"""The blocking client, for tools, benchmarks and scripts: the async one on a private event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from forebay.kvstore.client.aio import AsyncStoreClient
+from forebay.kvstore.identity import Namespace
+from forebay.kvstore.protocol import (
+    Checked,
+    ChunkRead,
+    Cleared,
+    Committed,
+    Explained,
+    Found,
+    NewChunk,
+    Reserved,
+    Rows,
+    Slot,
+    Stats,
+    Written,
+)
+
+R = TypeVar("R")
+
+
+class StoreClient:
+    """A blocking connection to a store; a context manager. Use it from one thread.
+
+        with StoreClient("unix:///run/forebay/store.sock") as store:
+            print(store.stats().values["host.chunks"])
+    """
+
+    def __init__(self, address: str, *, kind: str = "tool", timeout_s: float = 5.0) -> None:
+        self._client = AsyncStoreClient(address, kind=kind, timeout_s=timeout_s)
+        self._loop = asyncio.new_event_loop()
+
+    def __enter__(self) -> StoreClient:
+        try:
+            self._run(self._client.connect())
+        except BaseException:
+            self._loop.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, call: Coroutine[Any, Any, R]) -> R:
+        return self._loop.run_until_complete(call)
+
+    def close(self) -> None:
+        """End the connection."""
+        if not self._loop.is_closed():
+            self._run(self._client.close())
+            self._run(self._loop.shutdown_default_executor())
+            self._loop.close()
+
+    @property
+    def boot(self) -> bytes:
+        """Boot id of the store."""
+        return self._client.boot
+
+    def register(self, namespace: Namespace, label: str = "") -> bytes:
+        """As AsyncStoreClient.register."""
+        return self._run(self._client.register(namespace, label))
+
+    def lookup(
+        self, namespace_id: bytes, root: bytes, tokens: bytes, keys: bytes, *, limit: int, deadline_ms: int = 0
+    ) -> Found:
+        """As AsyncStoreClient.lookup."""
+        return self._run(
+            self._client.lookup(namespace_id, root, tokens, keys, limit=limit, deadline_ms=deadline_ms)
+        )
+
+    def release(self, leases: Sequence[int]) -> None:
+        """Give leases back."""
+        self._client.release(leases)
+
+    def reserve(self, namespace_id: bytes, tenant: str, chunks: Sequence[NewChunk]) -> Reserved:
+        """As AsyncStoreClient.reserve."""
+        return self._run(self._client.reserve(namespace_id, tenant, chunks))
+
+    def commit(self, chunks: Sequence[Written]) -> Committed:
+        """As AsyncStoreClient.commit."""
+        return self._run(self._client.commit(chunks))
+
+    def abort(self, reservations: Sequence[int]) -> None:
+        """Give reservations back unwritten."""
+        self._client.abort(reservations)
+
+    def damaged(self, chunks: Sequence[tuple[int, bytes]]) -> None:
+        """Report chunks whose bytes are wrong."""
+        self._client.damaged(chunks)
+
+    def payload(self, chunk: ChunkRead) -> memoryview:
+        """Whole payload of a pinned chunk."""
+        return self._client.payload(chunk)
+
+    def room(self, slot: Slot, length: int) -> memoryview:
+        """Writable payload of a reserved slot."""
+        return self._client.room(slot, length)
+
+    def intact(self, chunk: ChunkRead) -> bool:
+        """Is the slot still of the promised generation? Ask after the copy."""
+        return self._client.intact(chunk)
+
+    def stats(self) -> Stats:
+        """Present figures."""
+        return self._run(self._client.stats())
+
+    def list_chunks(self, *, cursor: int = 0, limit: int = 500, namespace: bytes = b"") -> Rows:
+        """One page of what is held."""
+        return self._run(self._client.list_chunks(cursor=cursor, limit=limit, namespace=namespace))
+
+    def explain(self, namespace_id: bytes, root: bytes, tokens: bytes, keys: bytes) -> Explained:
+        """Why a prompt's prefix ends where it does."""
+        return self._run(self._client.explain(namespace_id, root, tokens, keys))
+
+    def check(self, *, repair: bool = False) -> Checked:
+        """Verify every chunk of the pool."""
+        return self._run(self._client.check(repair=repair))
+
+    def clear(self, namespace: bytes = b"") -> Cleared:
+        """Forget a namespace's chunks, or all, in every tier."""
+        return self._run(self._client.clear(namespace))

@@ -1,0 +1,63 @@
+"""One chunk as the daemon knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from forebay.kvstore.header import SlotState
+
+
+class EntryId(NamedTuple):
+    """What the table is keyed by. The key ends a chain that began at the namespace, so it needs no more."""
+
+    group: int
+    key: bytes
+
+
+class SlotRef(NamedTuple):
+    """A slot of the pool: byte `offset` of an extent."""
+
+    extent: int
+    offset: int
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A chunk in the pool, from its reservation to its removal. Owned and mutated by the core alone.
+
+    `pins` counts whoever needs the bytes to stay (leases, cascade jobs, verification); only an entry with
+    none is known to the eviction policy.
+    """
+
+    namespace: bytes
+    group: int
+    key: bytes
+    parent: bytes
+    start: int
+    tokens: bytes
+    extra: bytes
+    tenant: str
+    slot: SlotRef
+    slot_bytes: int
+    payload_offset: int
+    payload_length: int
+    generation: int
+    state: SlotState
+    checksums: bytes = b""
+    verified: bool = True
+    pins: int = 0
+    stamp: int = 0
+    tiers: set[str] = field(default_factory=set)
+
+    @property
+    def id(self) -> EntryId:
+        return EntryId(self.group, self.key)
+
+    @property
+    def token_count(self) -> int:
+        return len(self.tokens) // 4
+
+    @property
+    def end(self) -> int:
+        return self.start + self.token_count

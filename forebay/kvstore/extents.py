@@ -1,0 +1,216 @@
+"""The pool's memory: files in a private directory on tmpfs, which outlive the daemon.
+
+    DIR/forebay-<uid>-<name>/        mode 0700
+      lock                           flock of the living daemon
+      extent-000000 ...              posix_fallocate'd before anyone gets them, else a full tmpfs kills writers
+      clients/<id>                   one flock a client or tier process: held means that it may still write
+      namespaces/<id>                canonical encodings, so that re-adopted chunks know what they are
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import shutil
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from forebay.errors import AlreadyRunning, NoSpace, NotWritable
+from forebay.kvstore.entry import SlotRef
+from forebay.kvstore.header import SlotState, mark_slot
+from forebay.kvstore.slots import EXTENT_HEADER_BYTES
+
+_EXTENT = struct.Struct("<8sQQI")
+_EXTENT_MAGIC = b"FBEXTNT1"
+
+
+def pool_path(pool_dir: Path, socket: Path) -> Path:
+    """Where the pool of the store on this socket lives: the same after every restart."""
+    name = hashlib.sha256(os.fsencode(socket.absolute())).hexdigest()[:12]
+    return pool_dir / f"forebay-{os.getuid()}-{name}"
+
+
+@dataclass
+class PoolFiles:
+    """The pool's directory and its mapped extents. Implements `PoolMemory` for the core."""
+
+    path: Path
+    extent_bytes: int
+    maps: dict[int, mmap.mmap] = field(default_factory=dict)
+    views: dict[int, memoryview] = field(default_factory=dict)
+    descriptors: dict[int, int] = field(default_factory=dict)
+    _lock: int = -1
+
+    def open(self) -> None:
+        """Create or take over the directory. Raises AlreadyRunning, NotWritable."""
+        try:
+            for folder in (self.path, self.path / "clients", self.path / "namespaces"):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            info = self.path.lstat()
+            if info.st_uid != os.getuid() or not self.path.is_dir() or self.path.is_symlink():
+                raise NotWritable(f"{self.path} belongs to somebody else; remove it or choose another --pool-dir")
+            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise NotWritable(
+                f"can't use {self.path} for the pool: {error.strerror}; choose another --pool-dir"
+            ) from error
+        if not try_lock(self._lock):
+            raise AlreadyRunning(f"another store owns the pool {self.path}; stop it first, or use another --socket")
+
+    def existing(self) -> list[int]:
+        """Ids of extents that an earlier daemon left, of the right size; others are removed."""
+        found = []
+        for file in sorted(self.path.glob("extent-*")):
+            if file.stat().st_size == self.extent_bytes and file.name[7:].isdigit():
+                found.append(int(file.name[7:]))
+            else:
+                file.unlink()
+        return found
+
+    def create(self, extent: int) -> None:
+        """A new extent, with all its memory granted. May block (1.4 GB/s). Raises NoSpace."""
+        file = self._file(extent)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, self.extent_bytes)
+        except OSError as error:
+            os.close(descriptor)
+            file.unlink()
+            if error.errno in (errno.ENOSPC, errno.ENOMEM):
+                raise NoSpace(
+                    f"{self.path.parent} has no room for another {self.extent_bytes >> 20} MiB of pool; "
+                    "lower --memory, enlarge that tmpfs, or choose another --pool-dir"
+                ) from error
+            raise
+        self.descriptors[extent] = descriptor
+
+    def map(self, extent: int) -> memoryview:
+        """Map an extent that was created or left; returns its bytes."""
+        if extent not in self.descriptors:
+            self.descriptors[extent] = os.open(self._file(extent), os.O_RDWR | os.O_CLOEXEC)
+        mapped = mmap.mmap(self.descriptors[extent], self.extent_bytes)
+        mapped.madvise(mmap.MADV_DONTDUMP)
+        self.maps[extent], self.views[extent] = mapped, memoryview(mapped)
+        return self.views[extent]
+
+    def discard(self, extent: int) -> None:
+        """Remove an extent that nobody uses any more."""
+        if extent in self.descriptors:
+            os.close(self.descriptors.pop(extent))
+        self._file(extent).unlink(missing_ok=True)
+
+    def cut_of(self, extent: int) -> int:
+        """Slot size that the extent's header records; 0 if it records none."""
+        view = self.views[extent]
+        magic, size, slot_bytes, digest = _EXTENT.unpack_from(view)
+        if magic != _EXTENT_MAGIC or size != self.extent_bytes or digest != _digest(size, slot_bytes):
+            return 0
+        return int(slot_bytes) if EXTENT_HEADER_BYTES + slot_bytes <= size else 0
+
+    def cut(self, extent: int, slot_bytes: int) -> None:
+        """Record an extent's slot size, and that every slot of it is free."""
+        view = self.views[extent]
+        # Header void first: a crash between the two must not leave old marks under a new cut.
+        view[: len(_EXTENT_MAGIC)] = bytes(len(_EXTENT_MAGIC))
+        for offset in range(EXTENT_HEADER_BYTES, self.extent_bytes - slot_bytes + 1, slot_bytes):
+            mark_slot(view[offset : offset + 64], SlotState.FREE, 0)
+        _EXTENT.pack_into(
+            view, 0, _EXTENT_MAGIC, self.extent_bytes, slot_bytes, _digest(self.extent_bytes, slot_bytes)
+        )
+
+    def write_header(self, slot: SlotRef, block: bytes) -> None:
+        """Write a whole header block at the slot's front."""
+        self.views[slot.extent][slot.offset : slot.offset + len(block)] = block
+
+    def mark(self, slot: SlotRef, state: SlotState, generation: int) -> None:
+        """Change state and generation of the slot."""
+        mark_slot(self.views[slot.extent][slot.offset : slot.offset + 64], state, generation)
+
+    def save_namespace(self, namespace_id: bytes, encoded: bytes) -> None:
+        """Remember a namespace for re-adoption."""
+        file = self.path / "namespaces" / namespace_id.hex()
+        if not file.exists():
+            partial = file.with_suffix(".part")
+            partial.write_bytes(encoded)
+            partial.rename(file)
+
+    def saved_namespaces(self) -> list[bytes]:
+        """Encodings of all remembered namespaces."""
+        return [file.read_bytes() for file in (self.path / "namespaces").iterdir() if not file.suffix]
+
+    def close(self, *, remove: bool) -> None:
+        """Let go of everything; with `remove` leave nothing behind."""
+        for view in self.views.values():
+            view.release()
+        for mapped in self.maps.values():
+            mapped.close()
+        for descriptor in self.descriptors.values():
+            os.close(descriptor)
+        self.views.clear(), self.maps.clear(), self.descriptors.clear()
+        if remove:
+            shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _file(self, extent: int) -> Path:
+        return self.path / f"extent-{extent:06d}"
+
+
+def _digest(size: int, slot_bytes: int) -> int:
+    return xxhash.xxh32_intdigest(struct.pack("<QQ", size, slot_bytes))
+
+
+def try_lock(descriptor: int) -> bool:
+    """Take an exclusive flock without waiting."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class ClientLocks:
+    """One lock file a writer. The flock lives with the open file that the writer was handed: it ends when
+    the last copy of that descriptor is closed, at the latest by the kernel when the process dies."""
+
+    folder: Path
+
+    def create(self, client: bytes) -> int:
+        """A locked descriptor to hand to the client; the caller closes its own copy."""
+        descriptor = os.open(self._file(client), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if not try_lock(descriptor):
+            os.close(descriptor)
+            raise AlreadyRunning(f"client {client.hex()} is connected already")
+        return descriptor
+
+    def alive(self, client: bytes) -> bool:
+        """May the client's process still be writing? Unknown clients may not."""
+        try:
+            descriptor = os.open(self._file(client), os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            return not try_lock(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def forget(self, client: bytes) -> None:
+        """The client is gone and nothing waits for it."""
+        self._file(client).unlink(missing_ok=True)
+
+    def known(self) -> list[bytes]:
+        """Ids of all clients that have a lock file."""
+        return [bytes.fromhex(file.name) for file in self.folder.iterdir() if len(file.name) == 32]
+
+    def _file(self, client: bytes) -> Path:
+        return self.folder / client.hex()

@@ -1,0 +1,256 @@
+"""Matching a prompt against the pool and against what tiers offer, and turning the result into pins.
+
+    match()      what host memory has, per group and chunk position
+    queries()    what tiers should be asked for
+    offer()      what a tier has, where it reaches further
+    promotions() the loads that the best length needs; entries reserved and pinned
+    pin()        match again, pin all of it under one lease
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from forebay.kvstore.core import Client, StoreCore
+from forebay.kvstore.entry import Entry
+from forebay.kvstore.header import SlotState, header_bytes
+from forebay.kvstore.identity import KEY_BYTES, MATCH_UNIT, Namespace
+from forebay.kvstore.layout import payload_bytes, round_down
+from forebay.kvstore.match import longest_hit, needed_positions
+from forebay.kvstore.protocol import NewChunk
+from forebay.tiers.base import LookupResult, Query
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One lookup's question. `keys` are the unit keys of `tokens`, joined."""
+
+    namespace_id: bytes
+    namespace: Namespace
+    root: bytes
+    tokens: bytes
+    keys: bytes
+    limit: int
+
+    @property
+    def positions(self) -> int:
+        """Chunk positions that the longest allowed hit touches."""
+        return -(-self.longest // self.namespace.chunk_tokens)
+
+    @property
+    def longest(self) -> int:
+        """The limit in whole units, and no longer than the keys reach."""
+        return min(round_down(max(self.limit, 0), MATCH_UNIT), len(self.keys) // KEY_BYTES * MATCH_UNIT)
+
+    def key_at(self, position: int) -> bytes:
+        """Chain key at token `position`."""
+        at = position // MATCH_UNIT * KEY_BYTES
+        return self.keys[at - KEY_BYTES : at] if position else self.root
+
+    def chunk(self, group: int, position: int) -> NewChunk:
+        """The fullest chunk of this prompt at a chunk position."""
+        size = self.namespace.chunk_tokens
+        start = position * size
+        end = min(start + size, len(self.keys) // KEY_BYTES * MATCH_UNIT)
+        tokens = self.tokens[4 * start : 4 * end]
+        return NewChunk(group, self.key_at(end), self.key_at(start), start, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A tier's chunk that reaches further than host memory does."""
+
+    tier: str
+    key: bytes
+    matched: int
+    tokens: int
+    length: int
+
+
+@dataclass(slots=True)
+class Match:
+    """What host memory and tiers have of one prompt, by (group, chunk position)."""
+
+    prompt: Prompt
+    entries: list[list[Entry | None]]
+    reach: list[list[int]]
+    offers: dict[tuple[int, int], Offer] = field(default_factory=dict)
+
+    def hit(self) -> int:
+        """The longest prefix from host memory alone."""
+        return self._longest(self.reach)
+
+    def hit_with_offers(self, limit: int | None = None) -> int:
+        """The longest prefix if every offer were taken."""
+        reach = [list(row) for row in self.reach]
+        for (group, position), offer in self.offers.items():
+            reach[group][position] = max(reach[group][position], offer.matched)
+        return self._longest(reach, limit)
+
+    def _longest(self, reach: list[list[int]], limit: int | None = None) -> int:
+        namespace = self.prompt.namespace
+        longest = self.prompt.longest if limit is None else min(limit, self.prompt.longest)
+        return longest_hit(namespace.groups, reach, namespace.chunk_tokens, longest)
+
+    def needed(self, hit: int) -> list[tuple[int, int]]:
+        """(group, position) of all chunks that a hit of this length reads."""
+        namespace = self.prompt.namespace
+        return [
+            (group, position)
+            for group, geometry in enumerate(namespace.groups)
+            for position in needed_positions(geometry, namespace.chunk_tokens, hit)
+        ]
+
+    def wanted_tokens(self, position: int, hit: int) -> int:
+        """Tokens of a chunk position that a hit of this length needs."""
+        size = self.prompt.namespace.chunk_tokens
+        return min(size, hit - position * size)
+
+
+def match(core: StoreCore, prompt: Prompt) -> Match:
+    """What committed chunks serve. Mutates nothing."""
+    namespace = prompt.namespace
+    entries: list[list[Entry | None]] = []
+    reach: list[list[int]] = []
+    for group in range(len(namespace.groups)):
+        found: list[Entry | None] = []
+        have: list[int] = []
+        for position in range(prompt.positions):
+            entry, tokens = _find(core, prompt.chunk(group, position))
+            found.append(entry)
+            have.append(tokens)
+        entries.append(found)
+        reach.append(have)
+    return Match(prompt, entries, reach)
+
+
+def _find(core: StoreCore, chunk: NewChunk) -> tuple[Entry | None, int]:
+    exact = core.table.get(chunk.group, chunk.key)
+    if exact is not None and exact.state is SlotState.COMMITTED:
+        return exact, exact.token_count
+    return core.table.best_child(chunk.group, chunk.parent, chunk.tokens)
+
+
+def queries(found: Match) -> list[tuple[tuple[int, int], Query]]:
+    """What to ask tiers for: every position where host memory falls short of the prompt."""
+    prompt, wanted = found.prompt, []
+    for group in range(len(prompt.namespace.groups)):
+        for position in range(prompt.positions):
+            chunk = prompt.chunk(group, position)
+            if found.reach[group][position] < found.wanted_tokens(position, prompt.longest):
+                wanted.append(((group, position), Query(group, chunk.key, chunk.parent, chunk.tokens)))
+    return wanted
+
+
+def offer(found: Match, tier: str, places: Sequence[tuple[int, int]], results: Sequence[LookupResult]) -> None:
+    """Note what a tier has. The first tier that reaches furthest is kept."""
+    for place, result in zip(places, results, strict=True):
+        if result.outcome != "hit":
+            continue
+        best = found.offers.get(place)
+        reached = max(found.reach[place[0]][place[1]], best.matched if best else 0)
+        if result.matched > reached:
+            found.offers[place] = Offer(tier, result.key, result.matched, result.tokens, result.length)
+
+
+@dataclass(slots=True)
+class Promotion:
+    """One load that a lookup waits for; several lookups may wait for one entry."""
+
+    entry: Entry
+    offer: Offer
+
+
+@dataclass(slots=True)
+class Promotions:
+    """What a lookup needs from tiers. `held` host entries are pinned until the caller unpins them;
+    `running` are loads that somebody else has started."""
+
+    hit: int
+    new: list[Promotion]
+    running: list[Entry]
+    held: list[Entry]
+
+
+def promotions(core: StoreCore, found: Match, owners: dict[str, bytes]) -> Promotions:
+    """Reserve slots for what the best length needs. Cuts the length where no room can be made."""
+    plan = Promotions(found.hit_with_offers(), [], [], [])
+    _hold(core, found, plan, plan.hit)
+    planned: set[tuple[int, int]] = set()
+    while failed := _promote_all(core, found, plan, planned, owners):
+        group, position = failed
+        cut = position * found.prompt.namespace.chunk_tokens + found.reach[group][position]
+        plan.hit = found.hit_with_offers(min(cut, plan.hit))
+    return plan
+
+
+def _promote_all(
+    core: StoreCore, found: Match, plan: Promotions, planned: set[tuple[int, int]], owners: dict[str, bytes]
+) -> tuple[int, int] | None:
+    """Start what `plan.hit` still lacks, front to back; the first place for which that failed, or None."""
+    for place in sorted(found.needed(plan.hit), key=lambda place: place[1]):
+        group, position = place
+        if place in planned or found.reach[group][position] >= found.wanted_tokens(position, plan.hit):
+            continue
+        if not _promote(core, found, plan, place, owners):
+            return place
+        planned.add(place)
+    return None
+
+
+def _hold(core: StoreCore, found: Match, plan: Promotions, hit: int) -> None:
+    """Host entries that the length needs must not be evicted to make room for its own promotions."""
+    for group, position in found.needed(hit):
+        entry = found.entries[group][position]
+        if entry is not None:
+            core.pin(entry)
+            plan.held.append(entry)
+
+
+def _promote(
+    core: StoreCore, found: Match, plan: Promotions, place: tuple[int, int], owners: dict[str, bytes]
+) -> bool:
+    chosen = found.offers.get(place)
+    if chosen is None:
+        return False
+    wanted = found.prompt.chunk(*place)
+    running = core.table.get(wanted.group, chosen.key)
+    if running is not None:
+        if running.state is SlotState.COMMITTED:
+            return True
+        plan.running.append(running)
+        return running.state is SlotState.PROMOTING
+    # Tokens of the stored chunk may go on otherwise than the prompt, and what its `extra` is isn't known yet:
+    # placeholders of the right size make room, and the tier's header brings the true ones.
+    tokens = wanted.tokens[: 4 * chosen.tokens].ljust(4 * chosen.tokens, b"\0")
+    payload = payload_bytes(found.prompt.namespace.groups[wanted.group], chosen.tokens)
+    extra = b"\0" * max(0, chosen.length - payload - header_bytes(chosen.tokens))
+    chunk = NewChunk(wanted.group, chosen.key, wanted.parent, wanted.start, tokens, extra)
+    entry = core.reserve_promotion(found.prompt.namespace_id, chunk, owners[chosen.tier])
+    if entry is None:
+        core.counters.add("tier.no_room")
+        return False
+    plan.new.append(Promotion(entry, chosen))
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """A lookup's outcome: `entries` serve `hit` tokens and stay until the lease ends."""
+
+    lease: int
+    hit: int
+    entries: list[Entry]
+
+
+def pin(core: StoreCore, client: Client, found: Match) -> Pinned:
+    """Pin what serves the longest hit. Nothing can be evicted between the match and this."""
+    hit = found.hit()
+    entries = [entry for g, p in found.needed(hit) if (entry := found.entries[g][p]) is not None]
+    assert all(entry.state is SlotState.COMMITTED for entry in entries)
+    if len(entries) > core.limits.pins_per_lease:
+        core.counters.add("store.refused_pins")
+        return Pinned(0, 0, [])
+    lease = core.lease(client, entries)
+    return Pinned(lease, hit, entries) if lease else Pinned(0, 0, [])

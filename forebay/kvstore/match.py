@@ -1,0 +1,72 @@
+"""One length that all groups can serve, as a fixed point.
+
+`reach[g][i]` is how many tokens of chunk position `i` group `g` has, counted from the chunk's start. A full
+group serves a hit of P if it has [0, P); a window group if it has [needed_from(P), P).
+
+                needed_from(P)              P
+    window   . . . .[=======================)
+    full     [==============================)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forebay.kvstore.identity import GroupGeometry
+from forebay.kvstore.layout import needed_from
+
+Reach = Sequence[Sequence[int]]
+
+
+def longest_hit(groups: Sequence[GroupGeometry], reach: Reach, chunk_tokens: int, limit: int) -> int:
+    """The greatest multiple of the unit up to `limit` that all groups can serve."""
+    hit = limit // 16 * 16
+    while hit:
+        lower = min(
+            _served(group, have, chunk_tokens, hit) for group, have in zip(groups, reach, strict=True)
+        )
+        if lower == hit:
+            return hit
+        hit = lower
+    return 0
+
+
+def _served(group: GroupGeometry, have: Sequence[int], chunk_tokens: int, hit: int) -> int:
+    """`hit` if this group can serve it, else the next shorter length worth trying."""
+    first = needed_from(group, hit) // chunk_tokens
+    if group.window is None:
+        return _contiguous(have, chunk_tokens, hit)
+    for position in range((hit - 1) // chunk_tokens, first - 1, -1):
+        start = position * chunk_tokens
+        present = have[position] if position < len(have) else 0
+        if present < min(chunk_tokens, hit - start):
+            return start + present
+    return hit
+
+
+def _contiguous(have: Sequence[int], chunk_tokens: int, hit: int) -> int:
+    for position in range(-(-hit // chunk_tokens)):
+        start = position * chunk_tokens
+        present = have[position] if position < len(have) else 0
+        if present < min(chunk_tokens, hit - start):
+            return start + present
+    return hit
+
+
+def needed_positions(group: GroupGeometry, chunk_tokens: int, hit: int) -> range:
+    """Chunk positions that a hit of `hit` tokens reads from this group."""
+    if hit == 0:
+        return range(0)
+    return range(needed_from(group, hit) // chunk_tokens, (hit - 1) // chunk_tokens + 1)
+
+
+def longest_hit_naive(groups: Sequence[GroupGeometry], reach: Reach, chunk_tokens: int, limit: int) -> int:
+    """The same by trying every length: the oracle of the clever one."""
+    for hit in range(limit // 16 * 16, 0, -16):
+        if all(
+            have[p] >= min(chunk_tokens, hit - p * chunk_tokens) if p < len(have) else False
+            for group, have in zip(groups, reach, strict=True)
+            for p in needed_positions(group, chunk_tokens, hit)
+        ):
+            return hit
+    return 0

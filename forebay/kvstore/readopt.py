@@ -1,0 +1,109 @@
+"""After a crash: what the pool still holds.
+
+Committed chunks come back from their headers, unverified: their bytes are checked before they are first
+served. Slots that a living process may still be writing go to quarantine; all others are free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from forebay.errors import CorruptChunk
+from forebay.kvstore.core import StoreCore
+from forebay.kvstore.entry import Entry, SlotRef
+from forebay.kvstore.extents import PoolFiles
+from forebay.kvstore.header import (
+    ChunkHeader,
+    SlotState,
+    decode_header,
+    first_bad_granule,
+    header_bytes,
+    slot_generation,
+    slot_state,
+)
+from forebay.kvstore.identity import MATCH_UNIT
+from forebay.kvstore.layout import payload_bytes
+
+
+@dataclass
+class Adopted:
+    """What a scan of the pool found."""
+
+    chunks: int = 0
+    freed: int = 0
+    quarantined: int = 0
+    corrupt: int = 0
+
+
+def readopt(core: StoreCore, pool: PoolFiles, extents: list[int], alive: Callable[[bytes], bool]) -> Adopted:
+    """Take the left extents into the core. Reads headers only. `alive` tells whether a writer may still write."""
+    found = Adopted()
+    for extent in extents:
+        view = pool.map(extent)
+        core.place.add_extent(extent, len(view))
+        slot_bytes = pool.cut_of(extent)
+        if slot_bytes == 0:
+            continue
+        core.place.slots.cut(extent, slot_bytes)
+        for offset in list(core.place.slots.extents[extent].free):
+            _adopt_slot(core, SlotRef(extent, offset), view[offset : offset + slot_bytes], alive, found)
+        core.place.slots.uncut_if_empty(extent)
+    return found
+
+
+def _adopt_slot(
+    core: StoreCore, slot: SlotRef, memory: memoryview, alive: Callable[[bytes], bool], found: Adopted
+) -> None:
+    state = slot_state(memory)
+    core.saw_generation(slot_generation(memory))
+    if state is SlotState.FREE:
+        return
+    try:
+        header = decode_header(memory)
+    except CorruptChunk:
+        found.corrupt += 1
+        core.counters.add("host.corrupt")
+        core.memory.mark(slot, SlotState.FREE, 0)
+        return
+    if state in (SlotState.RESERVED, SlotState.PROMOTING) and alive(header.owner):
+        core.place.slots.claim(slot)
+        core.place.hold_slot(slot)
+        core.quarantine.setdefault(header.owner, []).append(slot)
+        found.quarantined += 1
+    elif state is SlotState.COMMITTED and _belongs(core, header, len(memory)):
+        core.adopt(_entry(core, header, slot, memory))
+        found.chunks += 1
+    else:
+        core.memory.mark(slot, SlotState.FREE, 0)
+        found.freed += 1
+
+
+def _belongs(core: StoreCore, header: ChunkHeader, room: int) -> bool:
+    namespace = core.namespaces.get(header.namespace)
+    if namespace is None or not header.checksums or header.group >= len(namespace.groups):
+        return False
+    expected = payload_bytes(namespace.groups[header.group], header.token_count)
+    return (
+        header.payload_length == expected
+        and header_bytes(header.token_count, len(header.extra)) + expected <= room
+        and core.table.get(header.group, header.key) is None
+    )
+
+
+def _entry(core: StoreCore, header: ChunkHeader, slot: SlotRef, memory: memoryview) -> Entry:
+    return Entry(
+        namespace=header.namespace, group=header.group, key=header.key, parent=header.parent, start=header.start,
+        tokens=header.tokens, extra=header.extra, tenant=header.tenant, slot=slot, slot_bytes=len(memory),
+        payload_offset=slot.offset + header_bytes(header.token_count, len(header.extra)),
+        payload_length=header.payload_length, generation=slot_generation(memory), state=SlotState.COMMITTED,
+        checksums=header.checksums, verified=False,
+    )  # fmt: skip
+
+
+def is_intact(pool: PoolFiles, entry: Entry) -> bool:
+    """Read the whole chunk and compare its checksums. The caller has it pinned; may run on any thread."""
+    view = pool.views[entry.slot.extent]
+    payload = view[entry.payload_offset : entry.payload_offset + entry.payload_length]
+    granule = entry.payload_length // (entry.token_count // MATCH_UNIT)
+    return first_bad_granule(payload, granule, entry.checksums) is None
