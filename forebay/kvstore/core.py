@@ -205,7 +205,9 @@ class StoreCore:
         ]
 
     def _supersede_shorter(self, entry: Entry) -> None:
-        for child in self.shorter_siblings(entry):
+        shorter = self.shorter_siblings(entry)
+        entry.replaces = max(shorter, key=lambda child: child.end).key if shorter else b""
+        for child in shorter:
             self.retire(child, "replaced")
 
     def _demote_passed(self, entry: Entry) -> None:

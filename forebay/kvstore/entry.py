@@ -27,7 +27,7 @@ class Entry:
     """A chunk in the pool, from its reservation to its removal. Owned and mutated by the core alone.
 
     `pins` counts whoever needs the bytes to stay (leases, cascade jobs, verification); only an entry with
-    none is known to the eviction policy.
+    none is known to the eviction policy. `replaces` is the key of the shorter chunk that this one grew out of.
     """
 
     namespace: bytes
@@ -48,6 +48,7 @@ class Entry:
     verified: bool = True
     pins: int = 0
     stamp: int = 0
+    replaces: bytes = b""
     tiers: set[str] = field(default_factory=set)
 
     @property

@@ -35,7 +35,8 @@ class Session:
         return self._rid
 
     def hello(self) -> Hello:
-        """The first message of a connection."""
+        """The first message of a connection. Whoever sends it writes nothing any more under an older one."""
+        self.forget_pool()
         return Hello(rid=self.rid(), client=self.client, kind=self.kind)
 
     def welcome(self, message: Welcome, descriptors: list[int]) -> None:
@@ -46,7 +47,6 @@ class Session:
             raise ProtocolError(
                 f"the store speaks protocol {message.version}, this client {PROTOCOL_VERSION}: update the older one"
             )
-        self.forget_pool()
         self.boot, self.lock = message.boot, descriptors[0]
         self.pool = PoolMap(message.extent_bytes)
 

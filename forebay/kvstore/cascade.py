@@ -1,0 +1,142 @@
+"""Work between host memory and tiers: which chunk is being copied where, and who waits for it. Pure.
+
+A store job pins its chunk until the tier reports it finished, up to a cap in bytes a tier: beyond that the
+copy is dropped and counted, so that a hung tier can't fill the pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from forebay.errors import CorruptChunk
+from forebay.kvstore.core import StoreCore
+from forebay.kvstore.entry import Entry
+from forebay.kvstore.header import ChunkHeader, SlotState, decode_header, header_bytes
+from forebay.kvstore.lookup import Promotion
+from forebay.tiers.base import ChunkId, JobResult, LoadJob, StoreJob
+
+
+@dataclass(eq=False)
+class Load:
+    """A promotion under way. `waiters` lookups want it; each gets a pin of its own when it is there."""
+
+    entry: Entry
+    tier: str
+    waiters: int = 0
+    done: bool = False
+    ok: bool = False
+
+
+@dataclass
+class TierTraffic:
+    """Jobs of one tier, by job id. `owner` is the lock that its process holds while it may write."""
+
+    name: str
+    owner: bytes
+    stores: dict[int, Entry] = field(default_factory=dict)
+    loads: dict[int, Load] = field(default_factory=dict)
+    store_bytes: int = 0
+
+
+class Cascade:
+    """Plans and accounts for all tiers' jobs. The daemon carries the jobs to the tiers' processes."""
+
+    def __init__(self, core: StoreCore) -> None:
+        self._core = core
+        self._job = 0
+        self.tiers: dict[str, TierTraffic] = {}
+        self.loading: dict[Entry, Load] = {}
+
+    def store_jobs(self, entry: Entry) -> list[tuple[str, StoreJob]]:
+        """Jobs that copy a committed chunk to every tier that may not have it yet. Pins it once for each."""
+        assert entry.state is SlotState.COMMITTED
+        jobs = []
+        for tier in self.tiers.values():
+            if tier.name in entry.tiers:
+                continue
+            length = entry.payload_offset - entry.slot.offset + entry.payload_length
+            if tier.store_bytes + length > self._cap(length):
+                self._core.counters.add(f"tier.{tier.name}.dropped")
+                continue
+            self._core.pin(entry)
+            tier.store_bytes += length
+            tier.stores[self._next()] = entry
+            chunk = ChunkId(entry.group, entry.key)
+            job = StoreJob(
+                self._job, chunk, entry.parent, entry.slot.extent, entry.slot.offset, length, entry.replaces
+            )
+            jobs.append((tier.name, job))
+        return jobs
+
+    def _cap(self, length: int) -> float:
+        return max(self._core.limits.cascade_share * self._core.place.slots.total_bytes, length)
+
+    def load_job(self, promotion: Promotion, deadline_s: float) -> tuple[str, LoadJob]:
+        """The job that fills a reserved promotion."""
+        entry, tier = promotion.entry, self.tiers[promotion.offer.tier]
+        load = Load(entry, tier.name)
+        tier.loads[self._next()] = load
+        self.loading[entry] = load
+        capacity = entry.slot.offset + entry.slot_bytes - entry.payload_offset
+        chunk = ChunkId(entry.group, entry.key)
+        return tier.name, LoadJob(
+            self._job, chunk, entry.slot.extent, entry.payload_offset, capacity, max(deadline_s, 0.001)
+        )
+
+    def _next(self) -> int:
+        self._job += 1
+        return self._job
+
+    def finished(self, tier_name: str, result: JobResult) -> Load | None:
+        """Account for a finished job; the load it was, if it was one, so that its waiters can be woken."""
+        tier = self.tiers[tier_name]
+        entry = tier.stores.pop(result.id, None)
+        if entry is not None:
+            self._stored(tier, entry, result)
+            return None
+        load = tier.loads.pop(result.id, None)
+        if load is None:
+            return None
+        del self.loading[load.entry]
+        load.done = True
+        header = self._acceptable(load.entry, result)
+        if header is None:
+            self._core.counters.add(f"tier.{tier_name}.load_failed")
+            self._core.promotion_failed(load.entry)
+            return load
+        load.ok = True
+        self._core.promoted(load.entry, header, tier_name)
+        for _ in range(load.waiters):
+            self._core.pin(load.entry)
+        self._core.unpin(load.entry)
+        return load
+
+    def _stored(self, tier: TierTraffic, entry: Entry, result: JobResult) -> None:
+        tier.store_bytes -= entry.payload_offset - entry.slot.offset + entry.payload_length
+        if result.ok:
+            entry.tiers.add(tier.name)
+            self._core.counters.add(f"tier.{tier.name}.stored")
+        else:
+            self._core.counters.add(f"tier.{tier.name}.store_{result.reason or 'failed'}")
+        self._core.unpin(entry)
+
+    def _acceptable(self, entry: Entry, result: JobResult) -> ChunkHeader | None:
+        """The loaded chunk's header, if it is exactly the chunk that was asked for."""
+        if not result.ok:
+            return None
+        try:
+            header = decode_header(result.header)
+        except CorruptChunk:
+            return None
+        same = (
+            (header.namespace, header.group, header.key, header.parent, header.start, header.end)
+            == (entry.namespace, entry.group, entry.key, entry.parent, entry.start, entry.end)
+            and header.payload_length == entry.payload_length
+            and header_bytes(header.token_count, len(header.extra)) == entry.payload_offset - entry.slot.offset
+        )
+        return header if same else None
+
+    @property
+    def busy(self) -> bool:
+        """Is any job under way?"""
+        return any(tier.stores or tier.loads for tier in self.tiers.values())

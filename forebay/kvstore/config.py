@@ -1,0 +1,52 @@
+"""Settings of one store daemon, already checked. `forebay.config` makes them from TOML, environment and flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from forebay.errors import ConfigError
+
+EXTENT_BYTES_MIN = 1 << 20
+EXTENT_BYTES_MAX = 256 << 20
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """One store daemon. Sizes in bytes; None switches a part off.
+
+    `extent` None picks a size from `memory`. `fs_state_dir` None keeps the file tier's manifest beside its
+    files. `events` and `replay` are ZMQ endpoints, `metrics` a `host:port` for Prometheus.
+    """
+
+    socket: Path
+    memory: int = 2 << 30
+    extent: int | None = None
+    fs: Path | None = None
+    fs_quota: int = 10 << 30
+    fs_state_dir: Path | None = None
+    fsync: str = "none"
+    events: str | None = None
+    replay: str | None = None
+    metrics: str | None = None
+    socket_group: str | None = None
+    pool_dir: Path = Path("/dev/shm")
+
+    @property
+    def extent_bytes(self) -> int:
+        """Size of one extent: a 64th of the pool between 8 and 256 MiB, if it isn't set.
+
+        Raises ConfigError if the pool holds not even one.
+        """
+        size = self.extent or min(max(self.memory // 64, 8 << 20), EXTENT_BYTES_MAX)
+        size = size // 4096 * 4096
+        if size < EXTENT_BYTES_MIN:
+            raise ConfigError(f"extent {self.extent}: must be at least {EXTENT_BYTES_MIN >> 20} MiB")
+        if size > self.memory:
+            raise ConfigError(f"memory {self.memory}: must hold at least one extent of {size} bytes; raise --memory")
+        return size
+
+    @property
+    def extents(self) -> int:
+        """How many extents the budget allows."""
+        return self.memory // self.extent_bytes

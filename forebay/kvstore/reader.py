@@ -1,0 +1,159 @@
+"""Lookups that take time: tiers are asked, promotions awaited, adopted chunks read before they are served."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from forebay.kvstore.cascade import Cascade, Load
+from forebay.kvstore.core import Client, StoreCore
+from forebay.kvstore.entry import Entry
+from forebay.kvstore.header import SlotState
+from forebay.kvstore.lookup import Match, Pinned, Prompt, match, offer, pin, promotions, queries
+from forebay.tiers.base import LoadJob, LookupResult, Query, StoreJob
+
+TIER_ANSWER_S_MAX = 1.0
+
+
+class TierHandle(Protocol):
+    """What the daemon needs of a tier's process; `forebay.tiers.host.TierHost` is the real one."""
+
+    async def lookup(self, queries: Sequence[Query], timeout_s: float) -> list[LookupResult]:
+        """One result a query; `retry` for all where the tier doesn't answer in time."""
+
+    def store(self, jobs: Sequence[StoreJob]) -> None:
+        """Queue stores."""
+
+    def load(self, jobs: Sequence[LoadJob]) -> None:
+        """Queue loads."""
+
+
+class Reader:
+    """Finds, promotes, verifies and pins. Lives on the daemon's loop; reading bytes happens on threads."""
+
+    def __init__(
+        self,
+        core: StoreCore,
+        cascade: Cascade,
+        tiers: Mapping[str, TierHandle],
+        intact: Callable[[Entry], bool],
+    ) -> None:
+        self._core, self._cascade, self._tiers, self._intact = core, cascade, tiers, intact
+        self._arrivals: dict[Load, asyncio.Event] = {}
+        self._checks: dict[Entry, asyncio.Task[None]] = {}
+
+    def at_once(self, client: Client, prompt: Prompt, deadline_ms: int) -> Pinned | None:
+        """The whole answer, if it needs neither a tier nor a check; else None."""
+        found = match(self._core, prompt)
+        if deadline_ms > 0 and self._tiers and found.hit() < prompt.longest:
+            return None
+        if self._unverified(found):
+            return None
+        return pin(self._core, client, found)
+
+    async def lookup(
+        self, client: Client, prompt: Prompt, deadline_ms: int, wanted: Callable[[], bool]
+    ) -> tuple[Pinned, dict[Entry, str], bool]:
+        """The answer after tiers and checks: what is pinned, which entries a tier brought, and whether more
+        was still under way. `wanted` says whether the client is still there."""
+        until = asyncio.get_running_loop().time() + deadline_ms / 1000
+        found = match(self._core, prompt)
+        loads: list[Load] = []
+        held: list[Entry] = []
+        try:
+            if deadline_ms > 0 and self._tiers and found.hit() < prompt.longest:
+                await self._promote(found, until, loads, held)
+            await self._verify(prompt)
+            pending = any(not load.done for load in loads)
+            if not wanted():
+                return Pinned(0, 0, []), {}, False
+            pinned = pin(self._core, client, match(self._core, prompt))
+            return pinned, {load.entry: load.tier for load in loads if load.ok}, pending
+        finally:
+            self._let_go(loads, held)
+
+    async def _promote(self, found: Match, until: float, loads: list[Load], held: list[Entry]) -> None:
+        """Start and await the loads of the best length. What it pins is in `loads` and `held` at once, so
+        that the caller lets go of it whatever happens."""
+        loop = asyncio.get_running_loop()
+        for name, tier in self._tiers.items():
+            asked = queries(found)
+            missing = [(place, query) for place, query in asked if place not in found.offers]
+            if not missing:
+                break
+            timeout = min(max(until - loop.time(), 0), TIER_ANSWER_S_MAX)
+            results = await tier.lookup([query for _, query in missing], timeout)
+            offer(found, name, [place for place, _ in missing], results)
+        # The table may have changed while tiers answered.
+        fresh = match(self._core, found.prompt)
+        fresh.offers = found.offers
+        owners = {name: traffic.owner for name, traffic in self._cascade.tiers.items()}
+        plan = promotions(self._core, fresh, owners)
+        held.extend(plan.held)
+        jobs = [self._cascade.load_job(new, until - loop.time()) for new in plan.new]
+        wanted = [new.entry for new in plan.new] + plan.running
+        loads.extend(self._cascade.loading[entry] for entry in wanted if entry in self._cascade.loading)
+        for load in loads:
+            load.waiters += 1
+            self._arrivals.setdefault(load, asyncio.Event())
+        for name, tier in self._tiers.items():
+            batch = [job for job_tier, job in jobs if job_tier == name]
+            if batch:
+                tier.load(batch)
+        await self._wait(loads, until)
+
+    async def _wait(self, loads: list[Load], until: float) -> None:
+        for load in loads:
+            left = until - asyncio.get_running_loop().time()
+            if load.done or left <= 0:
+                continue
+            try:
+                await asyncio.wait_for(self._arrivals[load].wait(), left)
+            except TimeoutError:
+                self._core.counters.add(f"tier.{load.tier}.late")
+
+    def arrived(self, load: Load) -> None:
+        """A promotion has ended, one way or the other."""
+        event = self._arrivals.pop(load, None)
+        if event is not None:
+            event.set()
+
+    def _let_go(self, loads: list[Load], held: list[Entry]) -> None:
+        for load in loads:
+            if load.ok:
+                self._core.unpin(load.entry)
+            elif not load.done:
+                load.waiters -= 1
+        for entry in held:
+            self._core.unpin(entry)
+
+    # --- adopted chunks --------------------------------------------------------------------------------
+
+    def _unverified(self, found: Match) -> list[Entry]:
+        entries = (found.entries[g][p] for g, p in found.needed(found.hit()))
+        return [entry for entry in entries if entry is not None and not entry.verified]
+
+    async def _verify(self, prompt: Prompt) -> None:
+        """Read what the answer would serve unread, until nothing of it is."""
+        while unread := self._unverified(match(self._core, prompt)):
+            for entry in unread:
+                await self.check(entry)
+
+    async def check(self, entry: Entry) -> None:
+        """Read an adopted chunk once, whoever asks; it is announced, or taken out."""
+        running = self._checks.get(entry)
+        if running is None:
+            running = asyncio.create_task(self._check(entry))
+            self._checks[entry] = running
+        await asyncio.shield(running)
+
+    async def _check(self, entry: Entry) -> None:
+        if entry.state is SlotState.COMMITTED and not entry.verified:
+            self._core.pin(entry)
+            try:
+                intact = await asyncio.to_thread(self._intact, entry)
+            finally:
+                self._core.unpin(entry)
+            self._core.verified(entry, intact)
+        del self._checks[entry]

@@ -1,0 +1,147 @@
+"""What the store tells about itself: figures, listings, and why a prefix ends where it does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from forebay.kvstore.cascade import Cascade
+from forebay.kvstore.core import StoreCore
+from forebay.kvstore.entry import Entry, EntryId
+from forebay.kvstore.header import SlotState
+from forebay.kvstore.identity import Namespace
+from forebay.kvstore.lookup import Match, Prompt
+from forebay.kvstore.protocol import Row, TierReach
+from forebay.tiers.base import LookupResult
+
+_REMOVED = {
+    "evicted": "evicted to make room",
+    "replaced": "replaced by a fuller chunk",
+    "corrupt": "found corrupt and taken out",
+    "cleared": "cleared on request",
+}
+
+
+def gauges(core: StoreCore, cascade: Cascade) -> dict[str, float]:
+    """Present levels and all counters, by dotted name."""
+    slots = core.place.slots
+    values: dict[str, float] = {
+        "host.bytes_budget": slots.total_bytes,
+        "host.bytes_used": slots.used_bytes,
+        "host.extents": len(slots.extents),
+        "host.entries": len(core.table),
+        "host.evictable": sum(len(policy) for policy in core.place.policies.values()),
+        "host.reserved_bytes": core.reserved_bytes,
+        "host.promoting_bytes": core.promoting_bytes,
+        "host.quarantined_slots": sum(len(slots) for slots in core.quarantine.values()),
+        "host.removed_remembered": len(core.removed),
+        "store.namespaces": len(core.namespaces),
+        "process.rss_bytes": _rss_bytes(),
+    }
+    for tier in cascade.tiers.values():
+        values[f"tier.{tier.name}.storing_bytes"] = tier.store_bytes
+        values[f"tier.{tier.name}.stores_running"] = len(tier.stores)
+        values[f"tier.{tier.name}.loads_running"] = len(tier.loads)
+    return values | core.counters.values
+
+
+def _rss_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def namespace_rows(core: StoreCore) -> list[dict[str, str]]:
+    """One description a namespace, for people."""
+    held: dict[bytes, list[int]] = {}
+    for entry in core.table:
+        count = held.setdefault(entry.namespace, [0, 0])
+        count[0] += 1
+        count[1] += entry.payload_length
+    rows = []
+    for namespace_id, namespace in core.namespaces.items():
+        count = held.get(namespace_id, [0, 0])
+        rows.append(
+            {
+                "id": namespace_id.hex(),
+                "label": core.labels.get(namespace_id, ""),
+                "chunk_tokens": str(namespace.chunk_tokens),
+                "compute": namespace.compute,
+                "groups": ", ".join(f"{g.name} ({len(g.layers)} layers, {g.dtype})" for g in namespace.groups),
+                "chunks": str(count[0]),
+                "bytes": str(count[1]),
+            }
+        )
+    return rows
+
+
+def row(entry: Entry) -> Row:
+    """One line of a listing."""
+    state = entry.state.name.lower() + ("" if entry.verified else ", unread")
+    return Row(
+        entry.namespace, entry.group, entry.key, entry.parent, entry.start, entry.token_count,
+        entry.payload_length, entry.tenant, state, entry.pins, sorted(entry.tiers),
+    )  # fmt: skip
+
+
+def explain(core: StoreCore, found: Match, tiers: Mapping[str, Sequence[Sequence[LookupResult]]]) -> list[TierReach]:
+    """How far each tier reaches in each group. `tiers` has one row of results a group."""
+    prompt = found.prompt
+    reaches = []
+    for group, geometry in enumerate(prompt.namespace.groups):
+        tokens, end = _end(prompt, found.reach[group])
+        reaches.append(TierReach("host", geometry.name, tokens, *_why_host(core, prompt, group, end)))
+        for name, rows in tiers.items():
+            reach = [result.matched if result.outcome == "hit" else 0 for result in rows[group]]
+            tokens, end = _end(prompt, reach)
+            reaches.append(TierReach(name, geometry.name, tokens, *_why_tier(prompt, rows[group], end)))
+    return reaches
+
+
+def _end(prompt: Prompt, reach: Sequence[int]) -> tuple[int, int | None]:
+    """Contiguous tokens from the front, and the chunk position where they end (None: they don't)."""
+    size = prompt.namespace.chunk_tokens
+    for position, tokens in enumerate(reach):
+        if tokens < min(size, prompt.longest - position * size):
+            return position * size + tokens, position
+    return prompt.longest, None
+
+
+def _why_tier(prompt: Prompt, row: Sequence[LookupResult], end: int | None) -> tuple[str, str]:
+    if end is None:
+        return "complete", "the whole prompt is stored"
+    if row[end].outcome == "retry":
+        return "slow", "the tier did not answer in time"
+    return "missing", f"it has no chunk that goes on from token {end * prompt.namespace.chunk_tokens}"
+
+
+def _why_host(core: StoreCore, prompt: Prompt, group: int, end: int | None) -> tuple[str, str]:
+    if end is None:
+        return "complete", "the whole prompt is stored"
+    chunk = prompt.chunk(group, end)
+    entry = core.table.get(group, chunk.key)
+    if entry is not None and entry.state is SlotState.RESERVED:
+        return "in flight", "a worker is writing this chunk right now"
+    if entry is not None and entry.state is SlotState.PROMOTING:
+        return "in flight", "a tier is bringing this chunk right now"
+    reason = core.removed.get(EntryId(group, chunk.key))
+    if reason is not None:
+        return reason, _REMOVED.get(reason, reason)
+    if core.table.children(group, chunk.parent):
+        return "diverges", f"a stored chunk goes on from token {chunk.start} with other tokens"
+    if end == 0:
+        return _why_nothing(core, prompt)
+    return "never seen", f"nothing was stored that goes on from token {chunk.start} (or it was forgotten)"
+
+
+def _why_nothing(core: StoreCore, prompt: Prompt) -> tuple[str, str]:
+    for namespace_id, root in core.table.roots_of(prompt.tokens):
+        if namespace_id != prompt.namespace_id:
+            fields = ", ".join(_differing(prompt.namespace, core.namespaces[namespace_id]))
+            return "other namespace", f"the same beginning is stored under another namespace; what differs: {fields}"
+        if root != prompt.root:
+            return "salt", "the same beginning is stored under another salt or tenant"
+    return "never seen", "no prompt with this beginning was stored (or it was forgotten)"
+
+
+def _differing(left: Namespace, right: Namespace) -> list[str]:
+    return [name for name in left.__struct_fields__ if getattr(left, name) != getattr(right, name)]

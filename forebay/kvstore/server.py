@@ -1,0 +1,168 @@
+"""Connections of the daemon: frames in, replies out, descriptors handed over, nothing done here that can block."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from forebay.errors import ForebayError, ProtocolError
+from forebay.ipc.framing import FrameBuffer
+from forebay.ipc.sockets import peer_of, send_with_descriptors
+from forebay.kvstore.core import Client
+from forebay.kvstore.limits import Limits
+from forebay.kvstore.protocol import CLIENT_ID_BYTES, PROTOCOL_VERSION, REPLIES, REQUESTS, Hello, Refused, Request
+
+log = logging.getLogger(__name__)
+
+Answer = object | Coroutine[Any, Any, object] | None
+
+
+class Service(Protocol):
+    """What a connection needs of the store."""
+
+    def welcome(self, hello: Hello) -> tuple[object, list[int], Client]:
+        """The answer to Hello, descriptors that go with it (closed once sent), and the client's state."""
+
+    def handle(self, connection: Connection, request: Request) -> Answer:
+        """A reply, a coroutine that gives one, or None for messages that have none."""
+
+    def gone(self, connection: Connection) -> None:
+        """The connection has ended."""
+
+
+class Connection(asyncio.Protocol):
+    """One client. Requests that need waiting run as tasks, a bounded number; everything else is answered
+    before the next message is read."""
+
+    def __init__(self, service: Service, limits: Limits, allowed: Callable[[int], bool]) -> None:
+        self._service, self._limits, self._allowed = service, limits, allowed
+        self._buffer: FrameBuffer[Request] = FrameBuffer(REQUESTS)
+        self._transport: asyncio.Transport | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.client: Client | None = None
+        self.closed = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """asyncio: a client has connected."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(high=self._limits.reply_bytes_per_connection)
+        peer = peer_of(self._socket())
+        if not self._allowed(peer.uid):
+            log.warning("refused a connection of uid %d, pid %d", peer.uid, peer.pid)
+            transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """asyncio: bytes have come."""
+        try:
+            for request in self._buffer.feed(data):
+                if self.closed:
+                    return
+                self._take(request)
+        except ProtocolError as error:
+            log.warning("dropped a client that broke the protocol: %s", error)
+            self.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """asyncio: the connection has ended, from either side."""
+        if not self.closed:
+            self.closed = True
+        self._service.gone(self)
+
+    def pause_writing(self) -> None:
+        """asyncio: the client doesn't read. Its replies are bounded, so it has to go."""
+        log.warning("dropped a client that doesn't read its replies")
+        self.abort()
+
+    def abort(self) -> None:
+        """End the connection now."""
+        self.closed = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _take(self, request: Request) -> None:
+        if isinstance(request, Hello):
+            self._welcome(request)
+            return
+        if self.client is None:
+            raise ProtocolError(f"{type(request).__name__} before Hello")
+        try:
+            answer = self._service.handle(self, request)
+        except ForebayError as error:
+            answer = self._refusal(request, error)
+        if asyncio.iscoroutine(answer):
+            self._run(request, answer)
+        elif answer is not None:
+            self.send(answer)
+
+    def _welcome(self, hello: Hello) -> None:
+        if self.client is not None:
+            raise ProtocolError("a second Hello")
+        if hello.version != PROTOCOL_VERSION or len(hello.client) != CLIENT_ID_BYTES:
+            self.send(
+                Refused(
+                    rid=hello.rid, code="version",
+                    message=f"this store speaks protocol {PROTOCOL_VERSION}, the client {hello.version}: update the older one",
+                )
+            )  # fmt: skip
+            return
+        try:
+            message, descriptors, self.client = self._service.welcome(hello)
+        except ForebayError as error:
+            self.send(Refused(rid=hello.rid, code="busy", message=str(error)))
+            return
+        self.send(message, descriptors)
+
+    def _run(self, request: Request, answer: Coroutine[Any, Any, object]) -> None:
+        if len(self._tasks) >= self._limits.requests_per_connection:
+            answer.close()
+            raise ProtocolError(f"more than {self._limits.requests_per_connection} requests at a time")
+        task = asyncio.ensure_future(self._finish(request, answer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _finish(self, request: Request, answer: Coroutine[Any, Any, object]) -> None:
+        try:
+            reply = await answer
+        except ForebayError as error:
+            reply = self._refusal(request, error)
+        if not self.closed:
+            self.send(reply)
+
+    @staticmethod
+    def _refusal(request: Request, error: ForebayError) -> Refused:
+        rid = getattr(request, "rid", 0)
+        code = getattr(error, "code", "internal")
+        return Refused(rid=rid, code=code, message=str(error))
+
+    def send(self, message: object, descriptors: list[int] | None = None) -> None:
+        """Send a reply; `descriptors` go with it and are closed here."""
+        frame = REPLIES.encode(message)
+        assert self._transport is not None
+        if not descriptors:
+            if not self.closed:
+                self._transport.write(frame)
+            return
+        try:
+            # Descriptors ride on the frame's first byte, so the transport must have nothing left to say.
+            if self.closed or self._transport.get_write_buffer_size():
+                raise ProtocolError("asked for descriptors without reading earlier replies")
+            with socket.socket(fileno=os.dup(self._socket().fileno())) as plain:
+                sent = send_with_descriptors(plain, frame, descriptors)
+        except OSError as error:
+            raise ProtocolError(f"descriptors could not be handed over: {error.strerror}") from error
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        if sent < len(frame):
+            self._transport.write(frame[sent:])
+
+    def _socket(self) -> socket.socket:
+        assert self._transport is not None
+        found = self._transport.get_extra_info("socket")
+        assert found is not None
+        return found  # type: ignore[no-any-return]
