@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from forebay.kvstore.entry import Entry, EntryId
 from forebay.kvstore.header import SlotState
@@ -39,6 +40,10 @@ class ChunkTable:
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(list(self._entries.values()))
+
+    def page(self, cursor: int, limit: int) -> list[Entry]:
+        """Entries [cursor, cursor + limit) in insertion order; skips some if the table changes between pages."""
+        return list(islice(self._entries.values(), cursor, cursor + limit))
 
     def get(self, group: int, key: bytes) -> Entry | None:
         """The entry of exactly this chunk, in whatever state."""

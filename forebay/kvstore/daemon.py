@@ -1,0 +1,231 @@
+"""`forebay store`: start, serve, stop.
+
+    socket, pool directory  -> taken, or AlreadyRunning
+    extents left behind     -> re-adopted, read in the background
+    tiers                   -> a process each
+    missing extents         -> granted on a thread while clients are served already
+    SIGTERM, SIGINT         -> finish what tiers are being given, remove the pool, exit 0
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass, field
+
+import uvloop
+
+from forebay.errors import NoSpace
+from forebay.ipc.sockets import listen
+from forebay.kvstore.announce import Announcer
+from forebay.kvstore.config import StoreConfig
+from forebay.kvstore.core import StoreCore
+from forebay.kvstore.extents import ClientLocks, PoolFiles, pool_path
+from forebay.kvstore.identity import decode_namespace
+from forebay.kvstore.metrics import MetricsServer
+from forebay.kvstore.readopt import readopt
+from forebay.kvstore.server import Connection
+from forebay.kvstore.service import StoreService
+from forebay.tiers.host import TierHost
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 10.0
+TICK_S = 1.0
+
+
+def run_store(config: StoreConfig) -> int:
+    """Run a store until it is told to stop; returns the exit code. Raises ForebayError if it can't start."""
+    return uvloop.run(Daemon(config).run())
+
+
+@dataclass
+class Daemon:
+    """One store from start to stop."""
+
+    config: StoreConfig
+    _stop: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self) -> int:
+        """Start, serve, stop. Whatever was taken is given back on every way out."""
+        listener = listen(self.config.socket, group=self.config.socket_group)
+        pool = PoolFiles(pool_path(self.config.pool_dir, self.config.socket), self.config.extent_bytes)
+        clean = False
+        try:
+            pool.open()
+            clean = await self._with_pool(listener, pool)
+        finally:
+            listener.close()
+            self.config.socket.unlink(missing_ok=True)
+            pool.close(remove=clean)
+        return 0
+
+    async def _with_pool(self, listener: socket.socket, pool: PoolFiles) -> bool:
+        boot = secrets.token_bytes(16)
+        announcer = Announcer(boot, self.config.events, self.config.replay)
+        core = StoreCore(pool, tell=announcer.host, first_generation=time.time_ns())
+        announcer.core = core
+        locks = ClientLocks(pool.path / "clients")
+        service = StoreService(core, pool, locks, boot, announcer.tier, on_register=announcer.register)
+        service.info.update(self._info(pool))
+        adopted = self._adopt(core, pool, locks)
+        self._check_room(pool, len(core.place.slots.extents))
+        first = await self._grow(core, pool, 1)
+        background: set[asyncio.Task[None]] = set()
+        metrics = MetricsServer(self.config.metrics, service)
+        try:
+            await self._start_tiers(service, pool, announcer)
+            await metrics.start()
+            server = await self._serve(listener, service)
+            for job in (self._grow_all(core, pool, service), service.read_adopted(), self._ticks(service, announcer)):
+                background.add(asyncio.create_task(job))
+            self._ready(adopted, first)
+            await self._stopped()
+            server.close()
+            await service.drain(DRAIN_S)
+        finally:
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+            for connection in list(service.connections):
+                connection.abort()
+            for tier in service.tiers.values():
+                await tier.stop()
+            await metrics.stop()
+            announcer.close()
+        return True
+
+    def _info(self, pool: PoolFiles) -> dict[str, str]:
+        return {
+            "socket": str(self.config.socket),
+            "pool": str(pool.path),
+            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+
+    # --- memory ----------------------------------------------------------------------------------------
+
+    def _adopt(self, core: StoreCore, pool: PoolFiles, locks: ClientLocks) -> int:
+        left = pool.existing()
+        for extent in left[self.config.extents :]:
+            pool.discard(extent)
+        left = left[: self.config.extents]
+        for encoded in pool.saved_namespaces():
+            try:
+                namespace = decode_namespace(encoded)
+            except ValueError as error:
+                log.warning("a remembered namespace can't be read: %s", error)
+                continue
+            core.namespaces[namespace.id] = namespace
+        found = readopt(core, pool, left, locks.alive)
+        for client in locks.known():
+            if client not in core.quarantine and not locks.alive(client):
+                locks.forget(client)
+        if left:
+            log.info(
+                "re-adopted %d chunks (%d slots freed, %d quarantined, %d corrupt headers)",
+                found.chunks, found.freed, found.quarantined, found.corrupt,
+            )  # fmt: skip
+        return found.chunks
+
+    def _check_room(self, pool: PoolFiles, have: int) -> None:
+        wanted = (self.config.extents - have) * self.config.extent_bytes
+        stat = os.statvfs(pool.path)
+        free = stat.f_bavail * stat.f_frsize
+        if wanted > free:
+            raise NoSpace(
+                f"{self.config.pool_dir} has {free >> 20} MiB free, --memory needs {wanted >> 20} MiB more: "
+                "lower --memory, enlarge that tmpfs, or choose another --pool-dir"
+            )
+
+    async def _grow(self, core: StoreCore, pool: PoolFiles, count: int) -> int:
+        """Grant up to `count` more extents, each on a thread: first touch of memory is slow."""
+        for _ in range(count):
+            extents = core.place.slots.extents
+            if len(extents) >= self.config.extents:
+                break
+            extent = next(i for i in range(self.config.extents + len(extents)) if i not in extents)
+            await asyncio.to_thread(pool.create, extent)
+            core.place.add_extent(extent, len(pool.map(extent)))
+        return len(core.place.slots.extents)
+
+    async def _grow_all(self, core: StoreCore, pool: PoolFiles, service: StoreService) -> None:
+        try:
+            while len(core.place.slots.extents) < self.config.extents:
+                before = set(core.place.slots.extents)
+                await self._grow(core, pool, 1)
+                for extent in set(core.place.slots.extents) - before:
+                    for tier in service.tiers.values():
+                        tier.attach(extent, pool.descriptors[extent])
+        except NoSpace as error:
+            # Somebody else filled the tmpfs meanwhile: serve with what there is, and say so.
+            core.counters.add("host.extents_missing", self.config.extents - len(core.place.slots.extents))
+            log.error("the pool stays at %d MiB: %s", core.place.slots.total_bytes >> 20, error)
+
+    # --- parts -----------------------------------------------------------------------------------------
+
+    async def _start_tiers(self, service: StoreService, pool: PoolFiles, announcer: Announcer) -> None:
+        if self.config.fs is None:
+            return
+        options: dict[str, str | int] = {
+            "directory": str(self.config.fs.absolute()),
+            "quota_bytes": self.config.fs_quota,
+            "fsync": self.config.fsync,
+        }
+        if self.config.fs_state_dir is not None:
+            options["state_dir"] = str(self.config.fs_state_dir.absolute())
+        await self._start_tier(service, pool, "fs", "fs", options)
+
+    async def _start_tier(
+        self, service: StoreService, pool: PoolFiles, name: str, kind: str, options: dict[str, str | int]
+    ) -> None:
+        from forebay.kvstore.cascade import TierTraffic
+
+        owner = secrets.token_bytes(16)
+        tier = TierHost(
+            name, kind, options,
+            on_finished=lambda results: service.finished(name, results),
+            on_changes=lambda changes: service.changed(name, changes),
+            lock_fd=service.locks.create(owner),
+        )  # fmt: skip
+        await tier.start(dict(pool.descriptors))
+        service.tiers[name] = tier
+        service.cascade.tiers[name] = TierTraffic(name, owner)
+        for namespace_id, encoded in ((n, e) for e in pool.saved_namespaces() for n in [decode_namespace(e).id]):
+            tier.note_namespace(namespace_id, encoded)
+
+    async def _serve(self, listener: socket.socket, service: StoreService) -> asyncio.AbstractServer:
+        def connected() -> Connection:
+            connection = Connection(service, service.core.limits, self._allowed)
+            service.connections.add(connection)
+            return connection
+
+        return await asyncio.get_running_loop().create_unix_server(connected, sock=listener)
+
+    def _allowed(self, uid: int) -> bool:
+        # With a group, the socket's mode has decided already: all its members are one trust domain.
+        return uid in (os.getuid(), 0) or self.config.socket_group is not None
+
+    async def _ticks(self, service: StoreService, announcer: Announcer) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            service.tick()
+            announcer.tick(time.time())
+
+    async def _stopped(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        await self._stop.wait()
+
+    def _ready(self, adopted: int, extents: int) -> None:
+        note = f", {adopted} chunks re-adopted" if adopted else ""
+        print(
+            f"forebay store: ready on {self.config.socket}, {self.config.memory >> 20} MiB of pool{note}",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip

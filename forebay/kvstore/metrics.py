@@ -1,0 +1,86 @@
+"""Prometheus metrics of the store: every figure of `forebay stat` as `forebay_store_*`."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from forebay.errors import AlreadyRunning, ConfigError
+from forebay.kvstore import report
+
+if TYPE_CHECKING:
+    from forebay.kvstore.service import StoreService
+
+REQUEST_BYTES_MAX = 8192
+REQUEST_S_MAX = 5.0
+
+
+class _Figures(Collector):
+    """One scrape's figures."""
+
+    def __init__(self, values: Mapping[str, float]) -> None:
+        self._values = values
+
+    def collect(self) -> Iterable[Metric]:
+        """prometheus_client: the present figures."""
+        for name, value in sorted(self._values.items()):
+            clean = re.sub(r"[^a-zA-Z0-9_]", "_", name)
+            yield GaugeMetricFamily(f"forebay_store_{clean}", f"store figure {name}", value=value)
+
+
+class MetricsServer:
+    """Answers `GET /metrics` on a loopback address, on the daemon's own loop."""
+
+    def __init__(self, address: str | None, service: StoreService) -> None:
+        self._address, self._service = address, service
+        self._server: asyncio.AbstractServer | None = None
+
+    async def start(self) -> None:
+        """Listen, if an address was given. Raises ConfigError off loopback, AlreadyRunning if it is taken."""
+        if self._address is None:
+            return
+        host, _, port = self._address.rpartition(":")
+        if host not in ("127.0.0.1", "localhost", "[::1]") or not port.isdigit():
+            raise ConfigError(f"--metrics {self._address!r}: takes a loopback HOST:PORT, such as 127.0.0.1:9400")
+        try:
+            self._server = await asyncio.start_server(
+                self._serve, host.strip("[]"), int(port), limit=REQUEST_BYTES_MAX
+            )
+        except OSError as error:
+            raise AlreadyRunning(f"--metrics {self._address}: {error.strerror}; choose another port") from error
+
+    async def stop(self) -> None:
+        """Stop listening."""
+        if self._server is not None:
+            self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), REQUEST_S_MAX)
+        except (asyncio.LimitOverrunError, asyncio.IncompleteReadError, TimeoutError, ConnectionError):
+            writer.close()
+            return
+        found = head.startswith((b"GET /metrics ", b"GET / "))
+        body = await self._figures() if found else b"only /metrics is here\n"
+        status = b"200 OK" if found else b"404 Not Found"
+        kind = b"text/plain; version=0.0.4; charset=utf-8"
+        writer.write(
+            b"HTTP/1.1 %s\r\nContent-Type: %s\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s"
+            % (status, kind, len(body), body)
+        )
+        writer.close()
+
+    async def _figures(self) -> bytes:
+        values = report.gauges(self._service.core, self._service.cascade)
+        for name, tier in self._service.tiers.items():
+            stats = await tier.stats()
+            values.update({f"tier.{name}.{key}": value for key, value in stats.values.items()})
+        registry = CollectorRegistry()
+        registry.register(_Figures(values))
+        return generate_latest(registry)

@@ -1,0 +1,389 @@
+"""The store as a service: requests of clients, jobs of tiers, and what happens when either disappears."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from forebay.errors import RequestRefused
+from forebay.ipc.sockets import DESCRIPTORS_MAX
+from forebay.kvstore import report
+from forebay.kvstore.cascade import Cascade
+from forebay.kvstore.core import Client, StoreCore
+from forebay.kvstore.entry import Entry
+from forebay.kvstore.extents import ClientLocks, PoolFiles
+from forebay.kvstore.header import SlotState
+from forebay.kvstore.identity import KEY_BYTES, MATCH_UNIT, decode_namespace
+from forebay.kvstore.lookup import Pinned, Prompt, match
+from forebay.kvstore.protocol import (
+    BATCH_ITEMS_MAX,
+    LOOKUP_TOKENS_MAX,
+    Abort,
+    Check,
+    Checked,
+    ChunkRead,
+    Clear,
+    Cleared,
+    Commit,
+    Committed,
+    Damaged,
+    Explain,
+    Explained,
+    Extents,
+    Found,
+    GetExtents,
+    GetStats,
+    Hello,
+    List,
+    Lookup,
+    NewChunk,
+    Register,
+    Registered,
+    Release,
+    Request,
+    Reserve,
+    Reserved,
+    Rows,
+    Stats,
+    Welcome,
+)
+from forebay.kvstore.reader import Reader
+from forebay.kvstore.readopt import is_intact
+from forebay.kvstore.server import Answer, Connection
+from forebay.tiers.base import JobResult, LookupResult, Query, TierChange
+from forebay.tiers.host import TierHost
+
+log = logging.getLogger(__name__)
+
+QUARANTINE_CHECKS_S = (0.0, 0.01, 0.05)
+EXPLAIN_TIER_S = 2.0
+
+
+@dataclass
+class StoreService:
+    """Wires core, pool, tiers and connections together. One a daemon, on its loop."""
+
+    core: StoreCore
+    pool: PoolFiles
+    locks: ClientLocks
+    boot: bytes
+    tell_tier: Callable[[str, TierChange], None]
+    info: dict[str, str] = field(default_factory=dict)
+    tiers: dict[str, TierHost] = field(default_factory=dict)
+    connections: set[Connection] = field(default_factory=set)
+    on_register: Callable[[bytes], None] = lambda namespace_id: None
+
+    def __post_init__(self) -> None:
+        self.cascade = Cascade(self.core)
+        self.reader = Reader(self.core, self.cascade, self.tiers, lambda entry: is_intact(self.pool, entry))
+
+    # --- connections -----------------------------------------------------------------------------------
+
+    def welcome(self, hello: Hello) -> tuple[Welcome, list[int], Client]:
+        """Take a client in. It writes nothing from before any more, so its quarantine ends."""
+        if len(self.connections) >= self.core.limits.connections:
+            raise RequestRefused("busy", f"{len(self.connections)} clients are connected already")
+        self.core.end_quarantine(hello.client)
+        lock = self.locks.create(hello.client)
+        message = Welcome(rid=hello.rid, boot=self.boot, extent_bytes=self.pool.extent_bytes)
+        return message, [lock], Client(hello.client)
+
+    def gone(self, connection: Connection) -> None:
+        """A connection has ended: pins are free now, slots once nobody can be writing into them."""
+        self.connections.discard(connection)
+        client = connection.client
+        if client is None:
+            return
+        self.core.drop_client(client, writing=bool(client.reservations) and self.locks.alive(client.id))
+        if client.id in self.core.quarantine:
+            self._check_again(client.id, 1)
+        else:
+            self.locks.forget(client.id)
+
+    def _check_again(self, owner: bytes, attempt: int) -> None:
+        # A dying process closes its socket before its lock: look again soon, then once a second (`tick`).
+        if attempt < len(QUARANTINE_CHECKS_S):
+            delay = QUARANTINE_CHECKS_S[attempt]
+            asyncio.get_running_loop().call_later(delay, self._recheck, owner, attempt + 1)
+
+    def _recheck(self, owner: bytes, attempt: int) -> None:
+        if owner in self.core.quarantine and not self.end_if_dead(owner):
+            self._check_again(owner, attempt)
+
+    def end_if_dead(self, owner: bytes) -> bool:
+        """Free the quarantined slots of a writer whose process is gone."""
+        if self.locks.alive(owner):
+            return False
+        freed = self.core.end_quarantine(owner)
+        self.locks.forget(owner)
+        self.core.counters.add("host.quarantine_freed", freed)
+        return True
+
+    def tick(self) -> None:
+        """Once a second: quarantined writers may have died."""
+        for owner in list(self.core.quarantine):
+            self.end_if_dead(owner)
+
+    # --- requests --------------------------------------------------------------------------------------
+
+    def handle(self, connection: Connection, request: Request) -> Answer:
+        """Dispatch one request."""
+        client = connection.client
+        assert client is not None
+        match request:
+            case Lookup():
+                return self._lookup(connection, client, request)
+            case Reserve():
+                return self._reserve(client, request)
+            case Commit():
+                return self._commit(client, request)
+            case Release():
+                self.core.release(client, request.leases)
+                return None
+            case Abort():
+                for reservation in request.reservations:
+                    self.core.abort(client, reservation)
+                return None
+            case Damaged():
+                self._damaged(request)
+                return None
+            case Register():
+                return self._register(request)
+            case GetExtents():
+                self._extents(connection, request)
+                return None
+            case _:
+                return self._watch(request)
+
+    def _watch(self, request: Request) -> Answer:
+        match request:
+            case GetStats():
+                return self._stats(request)
+            case List():
+                return self._list(request)
+            case Explain():
+                return self._explain(request)
+            case Check():
+                return self._check(request)
+            case Clear():
+                return self._clear(request)
+            case _:
+                raise RequestRefused("unknown", f"{type(request).__name__} is not expected here")
+
+    def _register(self, request: Register) -> Registered:
+        try:
+            namespace = decode_namespace(request.namespace)
+            namespace_id = self.core.register(namespace, request.label)
+        except ValueError as error:
+            raise RequestRefused("namespace", str(error)) from error
+        self.pool.save_namespace(namespace_id, request.namespace)
+        for tier in self.tiers.values():
+            tier.note_namespace(namespace_id, request.namespace)
+        self.on_register(namespace_id)
+        return Registered(rid=request.rid, namespace=namespace_id)
+
+    def _extents(self, connection: Connection, request: GetExtents) -> None:
+        wanted = sorted(e for e in self.core.place.slots.extents if e >= request.after)
+        batch = wanted[:DESCRIPTORS_MAX]
+        descriptors = [os.dup(self.pool.descriptors[extent]) for extent in batch]
+        reply = Extents(rid=request.rid, extents=batch, more=len(wanted) > len(batch))
+        connection.send(reply, descriptors)
+
+    def _prompt(self, request: Lookup | Explain, limit: int) -> Prompt:
+        namespace = self.core.namespaces.get(request.namespace)
+        if namespace is None:
+            raise RequestRefused("namespace", f"namespace {request.namespace.hex()[:16]} isn't registered here")
+        units = len(request.tokens) // 4 // MATCH_UNIT
+        if len(request.root) != KEY_BYTES or len(request.keys) != units * KEY_BYTES:
+            raise RequestRefused("limits", "a lookup has one 32-byte key for each whole unit of its tokens")
+        if len(request.tokens) > 4 * LOOKUP_TOKENS_MAX:
+            raise RequestRefused("limits", f"a lookup has at most {LOOKUP_TOKENS_MAX} tokens")
+        return Prompt(request.namespace, namespace, request.root, request.tokens, request.keys, limit)
+
+    def _lookup(self, connection: Connection, client: Client, request: Lookup) -> Answer:
+        prompt = self._prompt(request, request.limit)
+        self.core.counters.add("store.lookups")
+        pinned = self.reader.at_once(client, prompt, request.deadline_ms)
+        if pinned is not None:
+            return self._found(request, prompt, pinned, {}, False)
+        return self._lookup_slowly(connection, client, request, prompt)
+
+    async def _lookup_slowly(
+        self, connection: Connection, client: Client, request: Lookup, prompt: Prompt
+    ) -> Found:
+        pinned, origins, pending = await self.reader.lookup(
+            client, prompt, request.deadline_ms, lambda: not connection.closed
+        )
+        return self._found(request, prompt, pinned, origins, pending)
+
+    def _found(
+        self, request: Lookup, prompt: Prompt, pinned: Pinned, origins: dict[Entry, str], pending: bool
+    ) -> Found:
+        self.core.counters.add("store.hit_tokens", pinned.hit)
+        from_tier: dict[str, int] = {}
+        counted: set[int] = set()
+        for entry in pinned.entries:
+            if entry in origins and entry.start not in counted:
+                counted.add(entry.start)
+                tokens = min(prompt.namespace.chunk_tokens, pinned.hit - entry.start)
+                from_tier[origins[entry]] = from_tier.get(origins[entry], 0) + tokens
+        chunks = [
+            ChunkRead(
+                entry.group, entry.start, entry.token_count, entry.slot.extent, entry.slot.offset,
+                entry.payload_offset, entry.payload_length, entry.generation, entry.checksums, entry.key,
+                origins.get(entry, ""),
+            )
+            for entry in pinned.entries
+        ]  # fmt: skip
+        return Found(
+            rid=request.rid, boot=self.boot, lease=pinned.lease, hit=pinned.hit, chunks=chunks,
+            from_tier=from_tier, pending=pending,
+        )  # fmt: skip
+
+    def _reserve(self, client: Client, request: Reserve) -> Reserved:
+        namespace = self.core.namespaces.get(request.namespace)
+        if namespace is None:
+            raise RequestRefused("namespace", f"namespace {request.namespace.hex()[:16]} isn't registered here")
+        if len(request.chunks) > BATCH_ITEMS_MAX or len(request.tenant.encode()) > 128:
+            raise RequestRefused("limits", f"at most {BATCH_ITEMS_MAX} chunks a batch, tenant ids of 128 bytes")
+        for chunk in request.chunks:
+            self._check_chunk(namespace.chunk_tokens, len(namespace.groups), chunk)
+        slots = [self.core.reserve(client, request.namespace, request.tenant, chunk) for chunk in request.chunks]
+        return Reserved(rid=request.rid, boot=self.boot, slots=slots)
+
+    @staticmethod
+    def _check_chunk(chunk_tokens: int, groups: int, chunk: NewChunk) -> None:
+        tokens = len(chunk.tokens) // 4
+        if (
+            not 0 <= chunk.group < groups
+            or len(chunk.key) != KEY_BYTES
+            or len(chunk.parent) != KEY_BYTES
+            or chunk.start < 0
+            or chunk.start % chunk_tokens
+            or not 0 < tokens <= chunk_tokens
+            or len(chunk.tokens) % (4 * MATCH_UNIT)
+            or len(chunk.extra) > 4096
+        ):
+            raise RequestRefused(
+                "limits", f"chunk [{chunk.start}, {chunk.start + tokens}) of group {chunk.group} isn't one of its namespace"
+            )
+
+    def _commit(self, client: Client, request: Commit) -> Committed:
+        committed = 0
+        for written in request.chunks:
+            entry = self.core.commit(client, written.reservation, written.checksums)
+            if entry is not None:
+                committed += 1
+                self.spread(entry)
+                self.core.unpin(entry)
+        return Committed(rid=request.rid, boot=self.boot, committed=committed)
+
+    def spread(self, entry: Entry) -> None:
+        """Copy a committed chunk to all tiers that lack it."""
+        for name, job in self.cascade.store_jobs(entry):
+            self.tiers[name].store([job])
+
+    def _damaged(self, request: Damaged) -> None:
+        for group, key in request.chunks:
+            entry = self.core.table.get(group, key)
+            if entry is not None and entry.state is SlotState.COMMITTED:
+                # Not on one reader's word alone: it is read again before anyone sees it.
+                entry.verified = False
+                asyncio.ensure_future(self.reader.check(entry))
+
+    # --- watching --------------------------------------------------------------------------------------
+
+    async def _stats(self, request: GetStats) -> Stats:
+        values = report.gauges(self.core, self.cascade)
+        values["store.connections"] = len(self.connections)
+        tiers = []
+        for name, tier in self.tiers.items():
+            stats = await tier.stats()
+            values.update({f"tier.{name}.{key}": value for key, value in stats.values.items()})
+            tiers.append({"name": name, **stats.info})
+        rows = report.namespace_rows(self.core)
+        return Stats(
+            rid=request.rid, boot=self.boot, pid=os.getpid(), values=values, info=self.info, namespaces=rows, tiers=tiers
+        )
+
+    def _list(self, request: List) -> Rows:
+        limit = max(1, min(request.limit, BATCH_ITEMS_MAX))
+        entries = self.core.table.page(request.cursor, limit)
+        rows = [report.row(e) for e in entries if request.namespace in (b"", e.namespace)]
+        cursor = request.cursor + limit if len(entries) == limit else 0
+        return Rows(rid=request.rid, rows=rows, cursor=cursor)
+
+    async def _explain(self, request: Explain) -> Explained:
+        prompt = self._prompt(request, len(request.tokens) // 4)
+        found = match(self.core, prompt)
+        results: dict[str, list[list[LookupResult]]] = {}
+        for name, tier in self.tiers.items():
+            results[name] = []
+            for group in range(len(prompt.namespace.groups)):
+                chunks = [prompt.chunk(group, position) for position in range(prompt.positions)]
+                asked = [Query(c.group, c.key, c.parent, c.tokens) for c in chunks]
+                results[name].append(await tier.lookup(asked, EXPLAIN_TIER_S))
+        return Explained(rid=request.rid, hit=found.hit(), reaches=report.explain(self.core, found, results))
+
+    async def _check(self, request: Check) -> Checked:
+        chunks = read = 0
+        damaged = []
+        for entry in self.core.table:
+            if entry.state is not SlotState.COMMITTED:
+                continue
+            self.core.pin(entry)
+            try:
+                intact = await asyncio.to_thread(is_intact, self.pool, entry)
+            finally:
+                self.core.unpin(entry)
+            chunks, read = chunks + 1, read + entry.payload_length
+            if not intact:
+                damaged.append(f"group {entry.group} tokens [{entry.start}, {entry.end}) key {entry.key.hex()}")
+                if request.repair and entry.state is SlotState.COMMITTED:
+                    self.core.damaged(entry)
+        return Checked(rid=request.rid, chunks=chunks, bytes=read, damaged=damaged)
+
+    async def _clear(self, request: Clear) -> Cleared:
+        cleared = self.core.clear(request.namespace)
+        for tier in self.tiers.values():
+            await tier.clear(request.namespace)
+        return Cleared(rid=request.rid, chunks=cleared)
+
+    # --- tiers -----------------------------------------------------------------------------------------
+
+    def finished(self, tier: str, results: Sequence[JobResult]) -> None:
+        """A tier reports jobs as finished: it doesn't touch their slots any more."""
+        for result in results:
+            load = self.cascade.finished(tier, result)
+            if load is not None:
+                self.reader.arrived(load)
+                if load.ok and len(self.tiers) > 1:
+                    self.spread(load.entry)
+
+    def changed(self, tier: str, changes: Sequence[TierChange]) -> None:
+        """Chunks came into a tier or left it."""
+        for change in changes:
+            entry = self.core.table.get(change.chunk.group, change.chunk.key)
+            if entry is not None and change.stored:
+                entry.tiers.add(tier)
+            elif entry is not None:
+                entry.tiers.discard(tier)
+            self.tell_tier(tier, change)
+
+    async def read_adopted(self) -> None:
+        """After a restart: read every adopted chunk in the background, so that it may be announced."""
+        for entry in self.core.table:
+            if not entry.verified and entry.state is SlotState.COMMITTED:
+                await self.reader.check(entry)
+                if entry.verified and entry.state is SlotState.COMMITTED:
+                    self.spread(entry)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Wait until what is being copied to tiers has arrived there."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout_s
+        while self.cascade.busy and loop.time() < until:
+            await asyncio.sleep(0.02)
