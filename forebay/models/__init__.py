@@ -1,0 +1,3 @@
+"""Model families, checkpoint loading, tokenizers and chat templates."""
+
+from __future__ import annotations

@@ -1,0 +1,81 @@
+"""What every model family offers: facts about itself, and one forward pass over a flat batch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from forebay.kernels.batch import BLOCK_TOKENS, Batch
+
+GroupKind = Literal["full", "window"]
+RopeValue = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers that share one cache geometry. `window` counts the positions that a query sees, itself included."""
+
+    name: str
+    kind: GroupKind
+    layers: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+    def pool_shape(self, num_blocks: int) -> tuple[int, int, int, int, int, int]:
+        """Shape of this group's KV pool: [num_blocks, layers, 2, kv_heads, 16, head_dim]."""
+        return (num_blocks, len(self.layers), 2, self.kv_heads, BLOCK_TOKENS, self.head_dim)
+
+    def granule_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one block."""
+        return len(self.layers) * 2 * self.kv_heads * BLOCK_TOKENS * self.head_dim * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What can be known from the configuration alone, without weights.
+
+    `kv_groups` cover every layer once. `rope` holds the plain values of rope and position settings that
+    change KV bytes. `max_context` counts prompt and answer together.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_context: int
+    kv_groups: tuple[KVGroup, ...]
+    rope: Mapping[str, RopeValue] = field(default_factory=dict)
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+
+
+class CausalLM(ABC):
+    """A decoder-only model on one device in one dtype."""
+
+    info: ModelInfo
+    dtype: torch.dtype
+    device: torch.device
+
+    @abstractmethod
+    def forward(self, batch: Batch, kv: Mapping[str, Tensor]) -> Tensor:
+        """Logits [len(batch.logits_rows), vocab_size]; float32, or float64 if the model computes in it.
+
+        Writes the K and V of all rows of `batch` into the pools `kv` (group name -> pool) at the batch's slots,
+        and reads what is there for the context. Blocks on the CPU until it has the result; on CUDA it only
+        enqueues. The result is the caller's own.
+        """
+
+    def new_pools(self, num_blocks: Mapping[str, int]) -> dict[str, Tensor]:
+        """Zeroed KV pools of this model's geometry: {group name: pool of num_blocks[name] blocks}."""
+        return {
+            group.name: torch.zeros(
+                group.pool_shape(num_blocks[group.name]), dtype=self.dtype, device=self.device
+            )
+            for group in self.info.kv_groups
+        }
