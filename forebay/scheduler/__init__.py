@@ -1,0 +1,1 @@
+"""The batch scheduler of one worker: who runs in the next step. No torch, no clock, no I/O."""

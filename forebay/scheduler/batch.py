@@ -1,0 +1,192 @@
+"""Continuous batching with chunked prefill.
+
+    WAITING --admit--> LOADING --load ended--> RUNNING --> FINISHED
+       ^        \\--no load wanted--------------^  |
+       \\------------------preempt----------------/
+
+Four invariants, and why they hold:
+
+I1  Who holds blocks never waits behind one that holds none: a plan serves RUNNING requests first, and
+    admits nobody in a step in which one of them could not go on.
+I2  Admission reserves all that the known tokens need, so a prefill never runs out of blocks halfway. Only
+    the growth of decoding may preempt, and then the youngest goes: the oldest always gets on.
+I3  A load that ended goes to the ready set; nobody scans the queue for it.
+I4  A load that failed is ready like any other, only with more to compute.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Hashable
+
+from forebay.scheduler.memory import Growth, Memory
+from forebay.scheduler.plan import Limits, Plan
+from forebay.scheduler.request import Request, RequestState
+from forebay.scheduler.waiting import WaitingQueue
+
+
+class BatchScheduler:
+    """Decides who runs. Owned by one thread; pure but for what it asks of `memory`."""
+
+    def __init__(self, limits: Limits, memory: Memory) -> None:
+        self.limits = limits
+        self.preemptions = 0
+        self._memory = memory
+        self._waiting = WaitingQueue(limits.waiting)
+        self._loading: dict[Hashable, Request] = {}
+        self._ready: list[Request] = []
+        self._running: list[Request] = []
+        self._submitted = 0
+
+    # --- what happens to requests ----------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue a new request. Raises QueueFull. Its key must not be in use."""
+        assert request.state is RequestState.WAITING and self.find(request.key) is None, request.key
+        request.order = self._submitted
+        self._waiting.push(request)
+        self._submitted += 1
+
+    def load_ended(self, key: Hashable) -> Request | None:
+        """The load of `key` ended, well or not, and `computed` says how far it got. Returns the request, or
+        None if it was cancelled meanwhile; its blocks are then released."""
+        request = self._loading.pop(key)
+        if request.state is RequestState.FINISHED:
+            self._memory.release(request)
+            return None
+        self._ready.append(request)
+        return request
+
+    def finish(self, request: Request) -> None:
+        """A running request is done."""
+        (self._ready if request in self._ready else self._running).remove(request)
+        request.state = RequestState.FINISHED
+        self._memory.release(request)
+
+    def cancel(self, key: Hashable) -> Request | None:
+        """Stop a request, wherever it is. None if nobody has this key. The blocks of one that is LOADING
+        stay until its load has ended: somebody is writing them."""
+        request = self._waiting.remove(key)
+        if request is not None:
+            request.state = RequestState.FINISHED
+            return request
+        request = self._loading.get(key)
+        if request is not None:
+            if request.state is RequestState.FINISHED:
+                return None
+            request.state = RequestState.FINISHED
+            return request
+        request = next((r for r in (*self._running, *self._ready) if r.key == key), None)
+        if request is not None:
+            self.finish(request)
+        return request
+
+    def find(self, key: Hashable) -> Request | None:
+        """The request with this key, unless it is finished and gone."""
+        if key in self._loading:
+            return self._loading[key]
+        held = next((r for r in (*self._running, *self._ready) if r.key == key), None)
+        return held or self._waiting.find(key)
+
+    # --- the plan --------------------------------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        """The next step. Mutates states and blocks; every work in it must then be fed."""
+        plan = Plan(self.limits.batch_tokens)
+        plan.started += self._start_ready()
+        # Snapshots: a preemption takes requests out of the list while it is walked.
+        for request in [r for r in self._running if r.remaining == 1]:
+            self._schedule(request, plan)
+        for request in [r for r in self._running if r.remaining > 1]:
+            self._schedule(request, plan)
+        if not plan.blocked and not plan.preempted:
+            self._admit(plan)
+        assert 0 <= plan.budget <= self.limits.batch_tokens
+        return plan
+
+    def _start_ready(self) -> list[Request]:
+        ready, self._ready = self._ready, []
+        for request in ready:
+            self._run(request)
+        return ready
+
+    def _run(self, request: Request) -> None:
+        request.state = RequestState.RUNNING
+        bisect.insort(self._running, request, key=lambda r: r.rank)
+
+    def _schedule(self, request: Request, plan: Plan) -> None:
+        if request.state is not RequestState.RUNNING or plan.budget == 0:
+            return
+        count = min(request.remaining, plan.budget)
+        if self._make_room(request, request.computed + count, plan):
+            plan.add(request, count)
+
+    def _make_room(self, request: Request, upto: int, plan: Plan) -> bool:
+        """Get blocks, by preemption if need be. False: `request` sits this step out."""
+        while True:
+            growth = self._memory.grow(request, upto)
+            if growth is Growth.READY:
+                return True
+            victim = None if growth is Growth.DRAINING else self._victim(request, plan)
+            if victim is None:
+                plan.draining |= growth is Growth.DRAINING
+                plan.blocked = True
+                return False
+            self._preempt(victim, plan)
+            if victim is request:
+                return False
+
+    def _victim(self, request: Request, plan: Plan) -> Request | None:
+        """The youngest running request that is not in this plan; maybe `request` itself, unless it is the
+        only one: then its blocks are with LOADING requests, whose loads end."""
+        candidates = [r for r in self._running if not plan.includes(r)]
+        youngest = candidates[-1] if candidates else None
+        return None if youngest is request and len(self._running) == 1 else youngest
+
+    def _preempt(self, victim: Request, plan: Plan) -> None:
+        self._running.remove(victim)
+        victim.state = RequestState.WAITING
+        self._memory.release(victim)
+        victim.computed = 0
+        self._waiting.put_back(victim)
+        self.preemptions += 1
+        plan.preempted.append(victim)
+
+    def _admit(self, plan: Plan) -> None:
+        while (request := self._waiting.head()) is not None and self.holding < self.limits.running:
+            # One block stays for each that decodes, lest the newcomer be preempted at once.
+            admission = self._memory.admit(request, leave=len(self._running))
+            if admission is None:
+                return
+            self._waiting.pop()
+            if admission.load:
+                request.state = RequestState.LOADING
+                self._loading[request.key] = request
+                plan.loads.append(request)
+            else:
+                self._run(request)
+                plan.started.append(request)
+                self._schedule(request, plan)
+
+    # --- gauges ----------------------------------------------------------------------------------------
+
+    @property
+    def holding(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._running) + len(self._ready) + len(self._loading)
+
+    @property
+    def running(self) -> int:
+        return len(self._running) + len(self._ready)
+
+    @property
+    def loading(self) -> int:
+        return len(self._loading)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def active(self) -> list[Request]:
+        """Running requests, oldest first."""
+        return [*self._running, *self._ready]

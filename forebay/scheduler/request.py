@@ -1,0 +1,47 @@
+"""What the scheduler knows of one request. A request's state is its tokens: all else can be dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class RequestState(Enum):
+    """WAITING holds no blocks; LOADING and RUNNING do; a FINISHED one may until its load has ended."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence that is being generated.
+
+    `tokens` are all that are known (prompt, then output); the KV of the first `computed` of them is on the
+    device. A request is due for sampling when all known tokens have been fed. A smaller `priority` goes
+    first; within one, first come, first served.
+    """
+
+    key: Hashable
+    tokens: list[int]
+    prompt_tokens: int
+    priority: int = 0
+    order: int = -1
+    computed: int = 0
+    state: RequestState = field(default=RequestState.WAITING)
+
+    def __post_init__(self) -> None:
+        assert 0 < self.prompt_tokens <= len(self.tokens), (self.prompt_tokens, len(self.tokens))
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Place in every queue: smaller goes first. `order` is given at submission, and kept."""
+        return (self.priority, self.order)
+
+    @property
+    def remaining(self) -> int:
+        """Known tokens that have not been fed yet."""
+        return len(self.tokens) - self.computed

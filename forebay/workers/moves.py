@@ -1,0 +1,80 @@
+"""What the engine's thread and the transfer thread say to each other: plain facts, no shared state."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from forebay.kvstore.protocol import NewChunk
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRoom:
+    """One group's side of a pull: `have` are units on the device already, `spare` blocks to copy into.
+
+    `spare` is taken in order by the units that are missing, in theirs.
+    """
+
+    have: frozenset[int]
+    spare: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Find the longest prefix in the store and copy what the device lacks of it.
+
+    `tokens` (u32 LE) and `keys` (joined) cover the first `limit` tokens. Of no use unless more than
+    `device_hit` tokens come out of it.
+    """
+
+    request: Hashable
+    root: bytes
+    tokens: bytes
+    keys: bytes
+    limit: int
+    device_hit: int
+    rooms: tuple[GroupRoom, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """A pull ended. `hit` tokens are on the device (0: nothing was gained), `placed[g]` says which spare
+    block got which unit, and `sources` where the hit's tokens came from. `stored` is how far the store
+    itself reaches, None if it did not say."""
+
+    request: Hashable
+    hit: int
+    placed: tuple[dict[int, int], ...]
+    sources: dict[str, int] = field(default_factory=dict)
+    stored: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """One chunk to store. `blocks` hold its units in order and stay pinned until it is answered."""
+
+    request: Hashable
+    tenant: str
+    chunk: NewChunk
+    blocks: tuple[int, ...]
+    bytes: int
+
+    @property
+    def end(self) -> int:
+        """Absolute position after the chunk's last token."""
+        return self.chunk.start + len(self.chunk.tokens) // 4
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """Its blocks are no longer read. `lost` says that the store went away before it had the chunk."""
+
+    push: Push
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StoreChanged:
+    """The store came (`connected`) or went."""
+
+    connected: bool

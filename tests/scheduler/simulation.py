@@ -1,0 +1,255 @@
+"""One worker without torch: the real scheduler and block pool, and a pretence of compute, loads and pushes.
+
+Every block remembers which unit key was written into it, so that a step that would read wrong KV, or write
+where others read, fails at once. Time is a count of turns; all chance comes from one `random.Random`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from forebay.kvstore.identity import MATCH_UNIT, GroupGeometry, root_key
+from forebay.kvstore.layout import needed_from
+from forebay.scheduler.batch import BatchScheduler
+from forebay.scheduler.memory import Growth
+from forebay.scheduler.plan import Limits, Plan, Work
+from forebay.scheduler.request import Request, RequestState
+from forebay.workers.block_pool import NO_BLOCK
+from forebay.workers.holdings import Holdings
+from forebay.workers.moves import Pull, Pulled, Push, Pushed
+from forebay.workers.prefix import GroupShape
+from forebay.workers.sealing import DeviceMemory
+
+ROOT = root_key(bytes(32))
+
+
+def geometry(name: str, window: int | None = None) -> GroupGeometry:
+    """A group as small as groups get."""
+    kind = "full" if window is None else "window"
+    return GroupGeometry(name, kind, (0,), 1, 2, "float32", window)
+
+
+class Log:
+    """A listener that keeps what it is told, and checks that the device never contradicts itself."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, set[bytes]] = {}
+        self.stored_tokens: dict[bytes, tuple[int, ...]] = {}
+
+    def stored(
+        self, group: int, parent: bytes, keys: Sequence[bytes], tokens: Sequence[int]
+    ) -> None:
+        assert len(tokens) == len(keys) * MATCH_UNIT
+        for index, key in enumerate(keys):
+            assert key not in self.held.setdefault(group, set()), "announced twice"
+            self.held[group].add(key)
+            self.stored_tokens[key] = tuple(tokens[index * MATCH_UNIT : (index + 1) * MATCH_UNIT])
+
+    def removed(self, group: int, key: bytes) -> None:
+        self.held[group].remove(key)
+
+    def cleared(self) -> None:
+        self.held.clear()
+
+
+@dataclass
+class Arrival:
+    """A request to come: at which turn, with what, for how long, and when its client gives up."""
+
+    turn: int
+    prompt: list[int]
+    output: int
+    priority: int = 0
+    cancel_after: int | None = None
+
+
+@dataclass
+class Worker:
+    """The simulated worker."""
+
+    shapes: Sequence[GroupShape]
+    blocks: Sequence[int]
+    limits: Limits
+    chance: random.Random
+    chunk_tokens: int
+    load_turns: int = 3
+    load_fails: float = 0.3
+    push_turns: int = 2
+    store: bool = True
+    log: Log = field(default_factory=Log)
+
+    def __post_init__(self) -> None:
+        self.holdings = Holdings(self.shapes, self.blocks, self.log)
+        self.holdings.ask_store = self.store
+        self.memory = DeviceMemory(self.holdings, self.chunk_tokens, self._queue_push)
+        self.scheduler = BatchScheduler(self.limits, self.memory)
+        self.contents: list[dict[int, bytes]] = [{} for _ in self.blocks]
+        self.turn = 0
+        self.loads: list[tuple[int, Pull]] = []
+        self.pushes: list[tuple[int, Push]] = []
+        self.pushed: list[Push] = []
+        self.done: dict[object, str] = {}
+        self.output: dict[object, int] = {}
+        self.preempted = self.gained = self.drained = 0
+        self._grow = self.memory.grow
+        self.memory.grow = self._watch_growth  # type: ignore[method-assign]
+
+    # --- the world ---------------------------------------------------------------------------------------
+
+    def submit(self, key: object, arrival: Arrival) -> None:
+        request = Request(key, list(arrival.prompt), len(arrival.prompt), priority=arrival.priority)
+        assert self.holdings.fits(len(arrival.prompt) + arrival.output)
+        self.holdings.expect(request, ROOT, "")
+        self.output[key] = arrival.output
+        self.scheduler.submit(request)
+
+    def cancel(self, key: object) -> None:
+        request = self.scheduler.cancel(key)
+        if request is not None:
+            self.done[key] = "cancelled"
+            if not self.holdings.holding(request).holds:
+                self.holdings.forget(key)
+
+    def step(self) -> Plan:
+        """One turn: what has ended ends, then one plan is made and carried out."""
+        self.turn += 1
+        self._end_pushes()
+        self._end_loads()
+        before = self.scheduler.active()
+        plan = self.scheduler.plan()
+        self._check_plan(plan, before)
+        for request in plan.loads:
+            pull = self.holdings.pull(request)
+            self.loads.append((self.turn + self.chance.randint(1, self.load_turns), pull))
+        if plan.draining and not plan.works:
+            self._shed()
+        for work in plan.works:
+            self._compute(work)
+        return plan
+
+    def _end_loads(self) -> None:
+        due = [pull for turn, pull in self.loads if turn <= self.turn]
+        self.loads = [(turn, pull) for turn, pull in self.loads if turn > self.turn]
+        for pull in due:
+            request = self.scheduler.find(pull.request)
+            assert request is not None
+            if request.state is not RequestState.FINISHED:
+                self.holdings.settle(request, self._load(pull))
+            if self.scheduler.load_ended(pull.request) is None:
+                self.holdings.forget(pull.request)
+
+    def _load(self, pull: Pull) -> Pulled:
+        nothing: tuple[dict[int, int], ...] = tuple({} for _ in self.shapes)
+        hit = self.chance.randrange(0, pull.limit + 1, MATCH_UNIT)
+        if self.chance.random() < self.load_fails:
+            return Pulled(pull.request, 0, nothing)
+        if hit <= pull.device_hit:
+            return Pulled(pull.request, 0, nothing, stored=hit)
+        placed: list[dict[int, int]] = []
+        for group, (shape, room) in enumerate(zip(self.shapes, pull.rooms, strict=True)):
+            missing = [
+                u for u in range(shape.first_unit(hit), hit // MATCH_UNIT) if u not in room.have
+            ]
+            if len(missing) > len(room.spare):
+                return Pulled(pull.request, 0, nothing, stored=hit)
+            placed.append(dict(zip(missing, room.spare, strict=False)))
+            for unit, block in placed[-1].items():
+                self.contents[group][block] = pull.keys[unit * 32 : unit * 32 + 32]
+        self.gained += 1
+        return Pulled(pull.request, hit, tuple(placed), {"host": hit}, stored=hit)
+
+    def _queue_push(self, push: Push) -> bool:
+        if self.chance.random() < 0.1:
+            return False
+        self.pushes.append((self.turn + self.chance.randint(0, self.push_turns), push))
+        return True
+
+    def _end_pushes(self) -> None:
+        due = [push for turn, push in self.pushes if turn <= self.turn]
+        self.pushes = [(turn, push) for turn, push in self.pushes if turn > self.turn]
+        for push in due:
+            self._check_push(push)
+            self.memory.pushed(Pushed(push, lost=self.chance.random() < 0.1))
+
+    def _shed(self) -> None:
+        for _, push in self.pushes:
+            self.memory.pushed(Pushed(push))
+        self.pushes.clear()
+
+    # --- compute -----------------------------------------------------------------------------------------
+
+    def _compute(self, work: Work) -> None:
+        request = work.request
+        holding = self.holdings.holding(request)
+        for group, shape in enumerate(self.shapes):
+            self._check_reads(group, shape, work)
+            table = holding.tables[group]
+            for unit in range(work.start // MATCH_UNIT, -(-work.end // MATCH_UNIT)):
+                pool = self.holdings.pools[group]
+                assert not pool.sealed(table[unit]), "a shared block would be overwritten"
+                keys = holding.chain.keys
+                self.contents[group][table[unit]] = keys[unit] if unit < len(keys) else b"open"
+        samples = work.samples
+        request.computed = work.end
+        if samples:
+            token = self.chance.randrange(4)
+            request.tokens.append(token)
+            holding.chain.extend([token])
+            # The open unit gets its final key when it is full: the last write above named it too early.
+            for group in range(len(self.shapes)):
+                unit = (work.end - 1) // MATCH_UNIT
+                if work.end % MATCH_UNIT == 0:
+                    self.contents[group][holding.tables[group][unit]] = holding.chain.keys[unit]
+        self.memory.advance(request)
+        if len(request.tokens) - request.prompt_tokens >= self.output[request.key]:
+            self.scheduler.finish(request)
+            self.holdings.forget(request.key)
+            self.done[request.key] = "finished"
+
+    def _check_reads(self, group: int, shape: GroupShape, work: Work) -> None:
+        holding = self.holdings.holding(work.request)
+        first = needed_from(shape.geometry, work.start) // MATCH_UNIT
+        for unit in range(first, work.start // MATCH_UNIT):
+            block = holding.tables[group][unit]
+            assert block != NO_BLOCK, f"unit {unit} is needed at {work.start} and gone"
+            assert self.contents[group][block] == holding.chain.keys[unit], "wrong KV would be read"
+
+    def _check_push(self, push: Push) -> None:
+        contents = self.contents[push.chunk.group]
+        assert contents[push.blocks[-1]] == push.chunk.key, "wrong KV would be stored"
+        assert len(push.blocks) * MATCH_UNIT * 4 == len(push.chunk.tokens)
+        self.pushed.append(push)
+
+    def _watch_growth(self, request: Request, upto: int) -> Growth:
+        growth = self._grow(request, upto)
+        assert growth is not Growth.SHORT or request.remaining == 1, "a prefill ran out of blocks"
+        return growth
+
+    # --- invariants --------------------------------------------------------------------------------------
+
+    def _check_plan(self, plan: Plan, before: list[Request]) -> None:
+        assert sum(work.count for work in plan.works) <= self.limits.batch_tokens
+        assert len({work.request.key for work in plan.works}) == len(plan.works)
+        assert self.scheduler.holding <= self.limits.running
+        assert all(work.request.state is RequestState.RUNNING for work in plan.works)
+        admitted = [r for r in (*plan.started, *plan.loads) if r not in before]
+        left_out = [r for r in before if r.state is RequestState.RUNNING and not plan.includes(r)]
+        if admitted and plan.budget > 0:
+            assert not left_out, "a request that holds blocks waits behind one that held none"
+        self.preempted += len(plan.preempted)
+        self.drained += plan.draining
+
+    def check_books(self) -> None:
+        for pool in self.holdings.pools:
+            pool.check()
+        for group, pool in enumerate(self.holdings.pools):
+            assert pool.cached == len(self.log.held.get(group, ()))
+
+    def check_empty(self) -> None:
+        """Nobody is left and no block is lost."""
+        self.check_books()
+        for pool in self.holdings.pools:
+            assert pool.available == pool.takeable == pool.blocks
+        assert self.scheduler.holding == self.scheduler.waiting == 0
