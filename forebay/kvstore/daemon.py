@@ -24,6 +24,7 @@ import uvloop
 from forebay.errors import NoSpace
 from forebay.ipc.sockets import listen
 from forebay.kvstore.announce import Announcer
+from forebay.kvstore.cascade import TierTraffic
 from forebay.kvstore.config import StoreConfig
 from forebay.kvstore.core import StoreCore
 from forebay.kvstore.extents import ClientLocks, PoolFiles, pool_path
@@ -32,7 +33,6 @@ from forebay.kvstore.metrics import MetricsServer
 from forebay.kvstore.readopt import readopt
 from forebay.kvstore.server import Connection
 from forebay.kvstore.service import StoreService
-from forebay.tiers.host import TierHost
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ class Daemon:
     async def _start_tier(
         self, service: StoreService, pool: PoolFiles, name: str, kind: str, options: dict[str, str | int]
     ) -> None:
-        from forebay.kvstore.cascade import TierTraffic
+        from forebay.tiers.host import TierHost
 
         owner = secrets.token_bytes(16)
         tier = TierHost(

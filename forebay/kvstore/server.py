@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from forebay.errors import ForebayError, ProtocolError
 from forebay.ipc.framing import FrameBuffer
@@ -48,10 +48,12 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """asyncio: a client has connected."""
-        assert isinstance(transport, asyncio.Transport)
+        # uvloop's transports have the interface without the base class.
+        transport = cast(asyncio.Transport, transport)
         self._transport = transport
         transport.set_write_buffer_limits(high=self._limits.reply_bytes_per_connection)
-        peer = peer_of(self._socket())
+        with self._plain_socket() as plain:
+            peer = peer_of(plain)
         if not self._allowed(peer.uid):
             log.warning("refused a connection of uid %d, pid %d", peer.uid, peer.pid)
             transport.abort()
@@ -151,7 +153,7 @@ class Connection(asyncio.Protocol):
             # Descriptors ride on the frame's first byte, so the transport must have nothing left to say.
             if self.closed or self._transport.get_write_buffer_size():
                 raise ProtocolError("asked for descriptors without reading earlier replies")
-            with socket.socket(fileno=os.dup(self._socket().fileno())) as plain:
+            with self._plain_socket() as plain:
                 sent = send_with_descriptors(plain, frame, descriptors)
         except OSError as error:
             raise ProtocolError(f"descriptors could not be handed over: {error.strerror}") from error
@@ -161,8 +163,7 @@ class Connection(asyncio.Protocol):
         if sent < len(frame):
             self._transport.write(frame[sent:])
 
-    def _socket(self) -> socket.socket:
+    def _plain_socket(self) -> socket.socket:
+        """A second handle on the connection, for what transports can't do; close it after use."""
         assert self._transport is not None
-        found = self._transport.get_extra_info("socket")
-        assert found is not None
-        return found  # type: ignore[no-any-return]
+        return socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno()))

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from forebay.errors import RequestRefused
 from forebay.ipc.sockets import DESCRIPTORS_MAX
@@ -54,7 +55,9 @@ from forebay.kvstore.reader import Reader
 from forebay.kvstore.readopt import is_intact
 from forebay.kvstore.server import Answer, Connection
 from forebay.tiers.base import JobResult, LookupResult, Query, TierChange
-from forebay.tiers.host import TierHost
+
+if TYPE_CHECKING:
+    from forebay.tiers.host import TierHost
 
 log = logging.getLogger(__name__)
 

@@ -222,6 +222,8 @@ class AsyncStoreClient:
             return await answer
         finally:
             self._waiting.pop(rid, None)
+            if answer.done() and not answer.cancelled():
+                answer.exception()  # seen: a failed send has raised already
 
     def _tell(self, message: object) -> None:
         if self._socket is not None:

@@ -1,0 +1,257 @@
+"""A real daemon in a process of its own, driven by the blocking client."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forebay.errors import RequestRefused, StoreUnavailable
+from forebay.kvstore.client import StoreClient
+from forebay.kvstore.extents import pool_path
+from forebay.kvstore.header import first_bad_granule, granule_checksums
+from forebay.kvstore.identity import Chain, Namespace, pack_tokens, root_key
+from forebay.kvstore.lookup import Prompt
+from forebay.kvstore.protocol import ChunkRead, Found, NewChunk, Written
+from tests.kvstore.support import CHUNK, namespace
+
+MEMORY = 16 << 20
+SCRIPT = """
+import sys
+from pathlib import Path
+from forebay.errors import ForebayError
+from forebay.kvstore.config import StoreConfig
+from forebay.kvstore.daemon import run_store
+try:
+    raise SystemExit(run_store(StoreConfig(Path(sys.argv[1]), memory=int(sys.argv[2]), extent=2 << 20)))
+except ForebayError as error:
+    print(error, file=sys.stderr)
+    raise SystemExit(error.exit_code)
+"""
+
+
+class Store:
+    """One daemon on one socket; may be started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.socket = folder / "store.sock"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"unix://{self.socket}"
+
+    @property
+    def pool(self) -> Path:
+        return pool_path(Path("/dev/shm"), self.socket)
+
+    def start(self) -> None:
+        self.process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(self.socket), str(MEMORY)])
+        until = time.monotonic() + 20
+        while True:
+            assert self.process.poll() is None and time.monotonic() < until, "the store did not start"
+            try:
+                with StoreClient(self.address) as client:
+                    if client.stats().values["host.bytes_budget"] >= MEMORY:
+                        return
+            except StoreUnavailable:
+                pass
+            time.sleep(0.02)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        assert self.process is not None
+        self.process.send_signal(number)
+        return self.process.wait(20)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    running = Store(tmp_path)
+    running.start()
+    yield running
+    if running.process is not None and running.process.poll() is None:
+        assert running.stop() == 0
+        assert not running.pool.exists(), "a clean stop leaves nothing behind"
+
+
+def prompt_of(spec: Namespace, tokens: list[int]) -> Prompt:
+    chain = Chain(root_key(spec.id), tokens)
+    return Prompt(spec.id, spec, chain.root, pack_tokens(tokens), b"".join(chain.keys), len(tokens))
+
+
+def payload_of(spec: Namespace, chunk: NewChunk) -> bytes:
+    length = spec.groups[chunk.group].granule_bytes * (len(chunk.tokens) // 64)
+    return random.Random(bytes([chunk.group]) + chunk.key).randbytes(length)
+
+
+def put(client: StoreClient, spec: Namespace, tokens: list[int]) -> int:
+    prompt = prompt_of(spec, tokens)
+    chunks = [prompt.chunk(g, p) for p in range(prompt.positions) for g in range(len(spec.groups))]
+    slots = client.reserve(spec.id, "", chunks).slots
+    written = []
+    for chunk, slot in zip(chunks, slots, strict=True):
+        if slot.status == "reserved":
+            data = payload_of(spec, chunk)
+            client.room(slot, len(data))[:] = data
+            checksums = granule_checksums(memoryview(data), spec.groups[chunk.group].granule_bytes)
+            written.append(Written(slot.reservation, checksums))
+    return client.commit(written).committed
+
+
+def get(client: StoreClient, spec: Namespace, tokens: list[int]) -> Found:
+    prompt = prompt_of(spec, tokens)
+    found = client.lookup(spec.id, prompt.root, prompt.tokens, prompt.keys, limit=len(tokens))
+    for chunk in found.chunks:
+        wanted = payload_of(spec, prompt.chunk(chunk.group, chunk.start // CHUNK))
+        assert bytes(client.payload(chunk)) == wanted
+        assert first_bad_granule(client.payload(chunk), spec.groups[chunk.group].granule_bytes, chunk.checksums) is None
+        assert client.intact(chunk)
+    return found
+
+
+def test_stored_bytes_come_back_to_another_client(store: Store) -> None:
+    spec, tokens = namespace(), list(range(4 * CHUNK))
+    with StoreClient(store.address) as writer:
+        writer.register(spec, "tiny")
+        assert put(writer, spec, tokens) == 8
+    with StoreClient(store.address) as reader:
+        found = get(reader, spec, tokens)
+        assert found.hit == 4 * CHUNK and found.lease
+        assert reader.stats().namespaces[0]["label"] == "tiny"
+
+
+def test_chunks_outlive_a_killed_daemon_and_each_is_read_before_it_is_served(store: Store) -> None:
+    spec, tokens = namespace(), list(range(4 * CHUNK))
+    with StoreClient(store.address) as client:
+        client.register(spec)
+        put(client, spec, tokens)
+        boot = client.boot
+    assert store.stop(signal.SIGKILL) == -signal.SIGKILL
+    store.start()
+    with StoreClient(store.address) as client:
+        assert client.boot != boot
+        assert get(client, spec, tokens).hit == 4 * CHUNK
+        assert client.stats().values["host.readopted"] == 8
+
+
+def flip_a_bit(store: Store, chunk: ChunkRead) -> None:
+    with open(store.pool / f"extent-{chunk.extent:06d}", "r+b") as extent:
+        extent.seek(chunk.payload_offset + chunk.length // 2)
+        byte = extent.read(1)[0]
+        extent.seek(-1, os.SEEK_CUR)
+        extent.write(bytes([byte ^ 4]))
+
+
+def test_a_flipped_bit_in_a_readopted_pool_is_never_served_and_is_counted(store: Store) -> None:
+    spec, tokens = namespace(), list(range(4 * CHUNK))
+    with StoreClient(store.address) as client:
+        client.register(spec)
+        put(client, spec, tokens)
+        victim = next(c for c in get(client, spec, tokens).chunks if c.group == 0 and c.start == CHUNK)
+    store.stop(signal.SIGKILL)
+    flip_a_bit(store, victim)
+    store.start()
+    with StoreClient(store.address) as client:
+        assert get(client, spec, tokens).hit == CHUNK
+        assert client.stats().values["host.corrupt"] == 1
+
+
+def test_check_finds_damage_and_repair_takes_it_out(store: Store) -> None:
+    spec, tokens = namespace(), list(range(2 * CHUNK))
+    with StoreClient(store.address) as client:
+        client.register(spec)
+        put(client, spec, tokens)
+        victim = get(client, spec, tokens).chunks[0]
+        flip_a_bit(store, victim)
+        assert len(client.check().damaged) == 1
+        assert len(client.check(repair=True).damaged) == 1
+        assert client.check().damaged == []
+
+
+def test_a_killed_clients_pins_and_slots_are_free_within_a_tenth_of_a_second(store: Store) -> None:
+    spec, tokens = namespace(), list(range(2 * CHUNK))
+    child = os.fork()
+    if child == 0:
+        client = StoreClient(store.address).__enter__()
+        client.register(spec)
+        put(client, spec, tokens)
+        get(client, spec, tokens)
+        prompt = prompt_of(spec, [9] * CHUNK)
+        client.reserve(spec.id, "", [prompt.chunk(0, 0)])
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    time.sleep(0.1)
+    with StoreClient(store.address) as client:
+        values = client.stats().values
+        assert values["host.reserved_bytes"] == 0 and values["host.quarantined_slots"] == 0
+        assert values["host.evictable"] == values["host.entries"] == 4
+
+
+def test_garbage_and_giant_frames_cost_only_their_own_connection(store: Store) -> None:
+    with StoreClient(store.address) as client:
+        for data in (os.urandom(4096), struct.pack("<I", 1 << 30) + b"x" * 100, struct.pack("<I", 5) + b"hello"):
+            with socket.socket(socket.AF_UNIX) as enemy:
+                enemy.connect(str(store.socket))
+                enemy.sendall(data)
+                enemy.settimeout(5)
+                assert enemy.recv(1) == b"", "the store hangs up"
+        assert client.stats().values["store.connections"] == 1
+
+
+def test_a_second_daemon_on_the_same_socket_is_refused_by_name(store: Store) -> None:
+    second = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(store.socket), str(MEMORY)], capture_output=True, text=True, timeout=20
+    )
+    assert second.returncode == 4
+    assert str(store.socket) in second.stderr and "Traceback" not in second.stderr
+    with StoreClient(store.address) as client:
+        assert client.stats().values["host.bytes_budget"] == MEMORY
+
+
+def test_too_little_shared_memory_is_said_before_anything_is_taken(tmp_path: Path) -> None:
+    free = os.statvfs("/dev/shm")
+    wanted = free.f_blocks * free.f_frsize * 2
+    socket_file = tmp_path / "s.sock"
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(socket_file), str(wanted)], capture_output=True, text=True, timeout=20
+    )
+    assert run.returncode == 4 and "--memory" in run.stderr and "Traceback" not in run.stderr
+    assert not socket_file.exists()
+
+
+def test_an_unregistered_namespace_and_a_chunk_that_cannot_fit_are_refused(store: Store) -> None:
+    spec = namespace()
+    huge = Namespace(weights=b"x", groups=spec.groups, chunk_tokens=65536)
+    with StoreClient(store.address) as client:
+        with pytest.raises(RequestRefused, match="isn't registered"):
+            get(client, spec, list(range(CHUNK)))
+        with pytest.raises(RequestRefused, match="larger --extent"):
+            client.register(huge)
+
+
+def test_explain_names_the_reason(store: Store) -> None:
+    spec, other = namespace(), namespace(weights=b"v" * 32)
+    tokens = list(range(2 * CHUNK))
+    with StoreClient(store.address) as client:
+        client.register(spec)
+        client.register(other)
+        put(client, spec, tokens)
+        prompt = prompt_of(other, tokens)
+        told = client.explain(other.id, prompt.root, prompt.tokens, prompt.keys)
+        assert told.hit == 0 and {r.reason for r in told.reaches} == {"other namespace"}
+        assert "weights" in told.reaches[0].detail
+        salted = Chain(root_key(spec.id, b"salt"), tokens)
+        told = client.explain(spec.id, salted.root, pack_tokens(tokens), b"".join(salted.keys))
+        assert {r.reason for r in told.reaches} == {"salt"}
+        prompt = prompt_of(spec, tokens[:CHUNK] + [77] * CHUNK)
+        told = client.explain(spec.id, prompt.root, prompt.tokens, prompt.keys)
+        assert told.reaches[0].tokens == CHUNK and told.reaches[0].reason == "diverges"
