@@ -152,7 +152,8 @@ class PoolFiles:
             mapped.close()
         for descriptor in self.descriptors.values():
             os.close(descriptor)
-        self.views.clear(), self.maps.clear(), self.descriptors.clear()
+        for table in (self.views, self.maps, self.descriptors):
+            table.clear()
         if remove:
             shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:

@@ -25,7 +25,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, tag_field="type", forbid_un
 # --- session -------------------------------------------------------------------------------------------
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First message of a connection. A client that comes back with its old `client` thereby says that
     none of its writes from before is still under way."""
 
@@ -35,7 +35,7 @@ class Hello(Message):
     version: int = PROTOCOL_VERSION
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """Answer to Hello. The client's lock descriptor comes with it: whoever holds it open is alive."""
 
     rid: int
@@ -44,14 +44,14 @@ class Welcome(Message):
     version: int = PROTOCOL_VERSION
 
 
-class GetExtents(Message):
+class GetExtents(Message, frozen=True):
     """Ask for extents' descriptors: those with an id of at least `after`, DESCRIPTORS_MAX a reply."""
 
     rid: int
     after: int = 0
 
 
-class Extents(Message):
+class Extents(Message, frozen=True):
     """Extent ids in ascending order; their descriptors come with the frame, in this order."""
 
     rid: int
@@ -59,7 +59,7 @@ class Extents(Message):
     more: bool
 
 
-class Register(Message):
+class Register(Message, frozen=True):
     """Make a namespace known. `namespace` is its canonical encoding, `label` a name for people and topics."""
 
     rid: int
@@ -67,23 +67,24 @@ class Register(Message):
     label: str = ""
 
 
-class Registered(Message):
+class Registered(Message, frozen=True):
     rid: int
     namespace: bytes
 
 
-class Refused(Message):
-    """The request was understood and not done. `code` is for programs, `message` for people."""
+class Refused(Message, frozen=True):
+    """The request was understood and not done. `code` (version, namespace, limits, unknown, busy, internal) is
+    for programs, `message` for people."""
 
     rid: int
-    code: Literal["version", "namespace", "limits", "unknown", "busy", "internal"]
+    code: str
     message: str
 
 
 # --- reading -------------------------------------------------------------------------------------------
 
 
-class Lookup(Message):
+class Lookup(Message, frozen=True):
     """Find and pin the longest prefix that all groups can serve.
 
     `keys` are the unit keys of `tokens` (u32 LE) joined, `root` is where the chain begins. `limit` caps the
@@ -118,7 +119,7 @@ class ChunkRead(msgspec.Struct, frozen=True, array_like=True):
     promoted: str = ""
 
 
-class Found(Message):
+class Found(Message, frozen=True):
     """`hit` tokens are served by `chunks`, pinned under `lease` (0: nothing is pinned).
 
     `from_tier` counts the hit's tokens that a tier had to promote, by tier name. `pending` says that more
@@ -134,13 +135,13 @@ class Found(Message):
     pending: bool = False
 
 
-class Release(Message):
+class Release(Message, frozen=True):
     """Give leases back. No answer; an unknown lease is ignored (it ended with a restart)."""
 
     leases: list[int]
 
 
-class Damaged(Message):
+class Damaged(Message, frozen=True):
     """A reader found these chunks' bytes wrong. They are taken out, counted and announced. No answer."""
 
     chunks: list[tuple[int, bytes]]
@@ -160,7 +161,7 @@ class NewChunk(msgspec.Struct, frozen=True, array_like=True):
     extra: bytes = b""
 
 
-class Reserve(Message):
+class Reserve(Message, frozen=True):
     rid: int
     namespace: bytes
     tenant: str
@@ -182,7 +183,7 @@ class Slot(msgspec.Struct, frozen=True, array_like=True):
     generation: int = 0
 
 
-class Reserved(Message):
+class Reserved(Message, frozen=True):
     rid: int
     boot: bytes
     slots: list[Slot]
@@ -195,12 +196,12 @@ class Written(msgspec.Struct, frozen=True, array_like=True):
     checksums: bytes
 
 
-class Commit(Message):
+class Commit(Message, frozen=True):
     rid: int
     chunks: list[Written]
 
 
-class Committed(Message):
+class Committed(Message, frozen=True):
     """How many became visible. The others' reservations had ended (a restart, an abort)."""
 
     rid: int
@@ -208,7 +209,7 @@ class Committed(Message):
     committed: int
 
 
-class Abort(Message):
+class Abort(Message, frozen=True):
     """Give reservations back unwritten: none of them is being written any more. No answer."""
 
     reservations: list[int]
@@ -217,11 +218,11 @@ class Abort(Message):
 # --- watching ------------------------------------------------------------------------------------------
 
 
-class GetStats(Message):
+class GetStats(Message, frozen=True):
     rid: int
 
 
-class Stats(Message):
+class Stats(Message, frozen=True):
     """Counters and gauges by dotted name, plus descriptions of namespaces, tiers and event endpoints."""
 
     rid: int
@@ -233,7 +234,7 @@ class Stats(Message):
     tiers: list[dict[str, str]]
 
 
-class List(Message):
+class List(Message, frozen=True):
     """Page through chunks in no particular order, from `cursor` (0 at first)."""
 
     rid: int
@@ -256,7 +257,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     tiers: list[str]
 
 
-class Rows(Message):
+class Rows(Message, frozen=True):
     """`cursor` continues the listing; 0 says that this was the last page."""
 
     rid: int
@@ -264,7 +265,7 @@ class Rows(Message):
     cursor: int
 
 
-class Explain(Message):
+class Explain(Message, frozen=True):
     """Why does the prefix end where it does? Fields as in Lookup."""
 
     rid: int
@@ -284,34 +285,34 @@ class TierReach(msgspec.Struct, frozen=True, array_like=True):
     detail: str = ""
 
 
-class Explained(Message):
+class Explained(Message, frozen=True):
     rid: int
     hit: int
     reaches: list[TierReach]
 
 
-class Check(Message):
+class Check(Message, frozen=True):
     """Verify every committed chunk of the pool against its checksums. Takes as long as reading it."""
 
     rid: int
     repair: bool = False
 
 
-class Checked(Message):
+class Checked(Message, frozen=True):
     rid: int
     chunks: int
     bytes: int
     damaged: list[str]
 
 
-class Clear(Message):
+class Clear(Message, frozen=True):
     """Forget every unpinned chunk of a namespace (all if empty) in memory and in every tier."""
 
     rid: int
     namespace: bytes = b""
 
 
-class Cleared(Message):
+class Cleared(Message, frozen=True):
     rid: int
     chunks: int
 

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, cast
 
-from forebay.errors import ForebayError, ProtocolError
+from forebay.errors import ForebayError, ProtocolError, RequestRefused
 from forebay.ipc.framing import FrameBuffer
 from forebay.ipc.sockets import peer_of, send_with_descriptors
 from forebay.kvstore.core import Client
@@ -138,7 +138,7 @@ class Connection(asyncio.Protocol):
     @staticmethod
     def _refusal(request: Request, error: ForebayError) -> Refused:
         rid = getattr(request, "rid", 0)
-        code = getattr(error, "code", "internal")
+        code = error.code if isinstance(error, RequestRefused) else "internal"
         return Refused(rid=rid, code=code, message=str(error))
 
     def send(self, message: object, descriptors: list[int] | None = None) -> None:

@@ -38,7 +38,7 @@ class Sampling(msgspec.Struct, frozen=True):
     logprobs: int | None = None
 
 
-class Generate(WorkerMessage):
+class Generate(WorkerMessage, frozen=True):
     """Run one choice. `prompt` and `emitted` are u32 LE token ids; emitted ones are fed, never resampled,
     and count towards `max_tokens`. `salt` roots the cache chain; `tenant` goes into chunk headers."""
 
@@ -51,22 +51,22 @@ class Generate(WorkerMessage):
     tenant: str = ""
 
 
-class Cancel(WorkerMessage):
+class Cancel(WorkerMessage, frozen=True):
     """Stop a request; its blocks are freed and its tail is stored. Answered by Finished if it still ran."""
 
     id: str
     attempt: int
 
 
-class Describe(WorkerMessage):
+class Describe(WorkerMessage, frozen=True):
     """Ask what the worker is. Answered by Description."""
 
 
-class GetWorkerStats(WorkerMessage):
+class GetWorkerStats(WorkerMessage, frozen=True):
     """Answered by WorkerStats."""
 
 
-class Started(WorkerMessage):
+class Started(WorkerMessage, frozen=True):
     """The prompt's cached prefix is known. `cached` says where its tokens came from: device, host, or a
     tier's name; their sum is `cached_tokens`."""
 
@@ -87,13 +87,13 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]] = []
 
 
-class Outputs(WorkerMessage):
+class Outputs(WorkerMessage, frozen=True):
     """What one step produced, for all requests of this front end."""
 
     tokens: list[TokenOut]
 
 
-class Finished(WorkerMessage):
+class Finished(WorkerMessage, frozen=True):
     """A request ended. `error` carries a message for the client."""
 
     id: str
@@ -102,7 +102,7 @@ class Finished(WorkerMessage):
     error: str = ""
 
 
-class Description(WorkerMessage):
+class Description(WorkerMessage, frozen=True):
     """`namespace` is the canonical encoding; `store` is `connected`, `down` or `none`; `boot` is new with
     every start of the process."""
 
@@ -117,14 +117,14 @@ class Description(WorkerMessage):
     version: int = WORKER_PROTOCOL_VERSION
 
 
-class WorkerStats(WorkerMessage):
+class WorkerStats(WorkerMessage, frozen=True):
     """Counters and gauges by dotted name."""
 
     values: dict[str, float]
     store: str
 
 
-class Alive(WorkerMessage):
+class Alive(WorkerMessage, frozen=True):
     """Heartbeat, twice a second, sent from beside the engine's thread. `step` is how long the present step
     has been running (0 when idle)."""
 
