@@ -12,7 +12,7 @@ own fields (state, generation) as COMMITTED and 0.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -122,6 +122,14 @@ class SecondaryTier(ABC):
     @abstractmethod
     def attach_extent(self, extent: int, memory: memoryview) -> None:
         """Jobs may name this extent from now on. `memory` stays valid and writable until `close`."""
+
+    def set_waker(self, wake: Callable[[], None]) -> None:
+        """Call `wake`, from any thread, whenever there is something new for `get_finished_jobs`,
+        `take_changes` or a lookup that was answered `retry`. A tier that never calls it is asked after
+        every message and then only every 20 ms while jobs or lookups are open."""
+
+    def note_namespace(self, namespace: bytes, encoded: bytes) -> None:
+        """Remember what the namespace of this id is, for listings and checks. By default ignored."""
 
     @abstractmethod
     def lookup(self, queries: Sequence[Query]) -> list[LookupResult]:
