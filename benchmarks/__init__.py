@@ -1,0 +1,1 @@
+"""Side-by-side measurements. Each is a command, `python -m benchmarks.NAME [--json]`."""

@@ -1,0 +1,238 @@
+"""A small cluster of real processes on this machine: store, workers, front ends.
+
+Everything is started by the public command line and told apart by process id. Nothing here knows how the
+parts work inside; what they did is read from their counters.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from forebay.errors import StoreError
+from forebay.kvstore.client import StoreClient
+
+START_S = 120.0
+SETTLE_S = 30.0
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(what: str, ready: Callable[[], Any], timeout_s: float = START_S) -> Any:
+    """The first true answer of `ready`, asked every 20 ms."""
+    until = time.monotonic() + timeout_s
+    while time.monotonic() < until:
+        answer = ready()
+        if answer:
+            return answer
+        time.sleep(0.02)
+    raise AssertionError(f"{what}: not within {timeout_s:.0f} s")
+
+
+@dataclass
+class Process:
+    """One started command; its output goes to a file that a failure can show."""
+
+    name: str
+    arguments: list[str]
+    log: Path
+    popen: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Process:
+        """Start it in a process group of its own."""
+        environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1"}
+        with open(self.log, "ab") as out:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "forebay", *self.arguments],
+                stdout=out, stderr=out, env=environment, start_new_session=True,
+            )  # fmt: skip
+        return self
+
+    @property
+    def pid(self) -> int:
+        assert self.popen is not None
+        return self.popen.pid
+
+    @property
+    def running(self) -> bool:
+        return self.popen is not None and self.popen.poll() is None
+
+    def must_run(self) -> None:
+        """Fail with its last words if it has ended."""
+        assert self.running, f"{self.name} ended early:\n{self.log.read_text()[-3000:]}"
+
+    def end(self, number: int = signal.SIGTERM, timeout_s: float = 30.0) -> int:
+        """Signal it and wait; returns its exit code."""
+        assert self.popen is not None
+        if self.popen.poll() is None:
+            self.popen.send_signal(number)
+        return self.popen.wait(timeout_s)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answered request."""
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    cached_tokens: int
+    logprobs: dict[str, Any]
+
+
+@dataclass
+class Cluster:
+    """Processes of one test; `stop` ends them all and checks that nothing is left."""
+
+    folder: Path
+    model: Path
+    dtype: str = "float64"
+    chunk_tokens: int = 32
+    memory: str = "256MiB"
+    device_memory: str = "64MiB"
+    processes: dict[str, Process] = field(default_factory=dict)
+    ports: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def store_address(self) -> str:
+        return f"unix://{self.folder}/store.sock"
+
+    def start_store(self, *, events: str | None = None, replay: str | None = None) -> Process:
+        """The store with its file tier."""
+        arguments = [
+            "store", "--socket", f"{self.folder}/store.sock", "--memory", self.memory,
+            "--fs", f"{self.folder}/files", "--fs-quota", "1GiB",
+        ]  # fmt: skip
+        if events:
+            arguments += ["--events", events, "--replay", str(replay)]
+        process = self._start("store", arguments)
+
+        def answers() -> bool:
+            process.must_run()
+            try:
+                return bool(self.store_values())
+            except StoreError:
+                return False
+
+        wait_for("store", answers)
+        return process
+
+    def store_values(self) -> dict[str, float]:
+        """The store's figures."""
+        with StoreClient(self.store_address) as client:
+            return client.stats().values
+
+    def start_worker(self, name: str, *, store: bool = True) -> Process:
+        """A worker on a socket of its own."""
+        arguments = [
+            "worker", str(self.model), "--listen", f"unix://{self.folder}/{name}.sock", "--dtype", self.dtype,
+            "--chunk-tokens", str(self.chunk_tokens), "--device-memory", self.device_memory,
+        ]  # fmt: skip
+        if store:
+            arguments += ["--store", self.store_address]
+        return self._start(name, arguments)
+
+    def start_frontend(self, name: str, worker: str, *, extra: tuple[str, ...] = ()) -> Process:
+        """A front end for one worker; returns once it serves."""
+        port = free_port()
+        process = self._start(
+            name,
+            ["frontend", "--worker", f"unix://{self.folder}/{worker}.sock", "--model", str(self.model),
+             "--port", str(port), *extra],
+        )  # fmt: skip
+        self.ports[name] = port
+        self.wait_healthy(name, watch=[process, self.processes[worker]])
+        return process
+
+    def start_pair(self, worker: str, frontend: str) -> None:
+        """A worker and its front end."""
+        self.start_worker(worker)
+        self.start_frontend(frontend, worker)
+
+    def wait_healthy(self, frontend: str, watch: list[Process]) -> dict[str, Any]:
+        """Wait until the front end has a worker and, if it uses one, the worker its store."""
+
+        def healthy() -> dict[str, Any] | None:
+            for process in watch:
+                process.must_run()
+            try:
+                answer = httpx.get(f"{self.url(frontend)}/health", timeout=5)
+            except httpx.TransportError:
+                return None
+            body: dict[str, Any] = answer.json()
+            return body if answer.status_code == 200 and body.get("store") in ("connected", "none") else None
+
+        return dict(wait_for(f"{frontend} healthy", healthy))
+
+    def url(self, frontend: str) -> str:
+        return f"http://127.0.0.1:{self.ports[frontend]}"
+
+    def _start(self, name: str, arguments: list[str]) -> Process:
+        process = Process(name, arguments, self.folder / f"{name}.log").start()
+        self.processes[name] = process
+        return process
+
+    # --- requests --------------------------------------------------------------------------------------
+
+    def complete(self, frontend: str, prompt: list[int], max_tokens: int, **more: Any) -> Completion:
+        """One greedy completion."""
+        answer = httpx.post(
+            f"{self.url(frontend)}/v1/completions", json=self.body(prompt, max_tokens, **more), timeout=600
+        )
+        assert answer.status_code == 200, answer.text
+        body = answer.json()
+        choice, usage = body["choices"][0], body["usage"]
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        return Completion(
+            choice["text"], choice["token_ids"], usage["prompt_tokens"], cached, choice.get("logprobs") or {}
+        )
+
+    @staticmethod
+    def body(prompt: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:
+        """A greedy request that also wants its token ids."""
+        return {
+            "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True, **more,
+        }  # fmt: skip
+
+    def figures(self, frontend: str) -> dict[str, float]:
+        """The worker's figures, as its front end's /metrics shows them."""
+        text = httpx.get(f"{self.url(frontend)}/metrics", timeout=10).text
+        values = {}
+        for line in text.splitlines():
+            if line and not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                values[name] = float(value)
+        return values
+
+    def settle(self, frontend: str) -> None:
+        """Wait until everything that was computed is in the store and in the file tier."""
+
+        def quiet() -> bool:
+            worker = self.figures(frontend)
+            values = self.store_values()
+            queued = sum(value for name, value in worker.items() if name.endswith(("push_queue_bytes", "pushes_running")))
+            return queued == 0 and values.get("tier.fs.stores_running", 0) == 0 and values["host.reserved_bytes"] == 0
+
+        wait_for("pushes and cascades", quiet, SETTLE_S)
+
+    def stop(self) -> None:
+        """End everything, front ends first."""
+        for process in reversed(self.processes.values()):
+            if process.running:
+                process.end()

@@ -1,0 +1,1 @@
+"""Real processes, started by the public commands, killed for real."""
