@@ -23,10 +23,10 @@ from forebay.kvstore.header import (
 STATE_AND_GENERATION = {*range(8, 12), *range(16, 24)}
 
 
-def header(tokens: int = 32, **changes: object) -> ChunkHeader:
+def header(token_count: int = 32, **changes: object) -> ChunkHeader:
     fields: dict[str, object] = dict(
-        namespace=b"n" * 32, group=1, key=b"k" * 32, parent=b"p" * 32, start=64, tokens=bytes(4 * tokens),
-        tenant="t", extra=b"", payload_length=1024 * (tokens // 16), checksums=b"c" * (tokens // 2),
+        namespace=b"n" * 32, group=1, key=b"k" * 32, parent=b"p" * 32, start=64, tokens=bytes(4 * token_count),
+        tenant="t", extra=b"", payload_length=1024 * (token_count // 16), checksums=b"c" * (token_count // 2),
     )  # fmt: skip
     return ChunkHeader(**(fields | changes))  # type: ignore[arg-type]
 
