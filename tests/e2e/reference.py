@@ -1,0 +1,27 @@
+"""Greedy answers by transformers in fp64, without any cache of ours: the independent reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+
+def greedy_reference(model: Path, prompts: list[list[int]], length: int) -> list[list[int]]:
+    """`length` greedy tokens for each prompt, end-of-sequence ignored."""
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="eager")
+    loaded.eval()
+    answers = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            cache, answer = None, []
+            for _ in range(length):
+                out = loaded(input_ids=ids, past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+                token = int(out.logits[0, -1].argmax())
+                answer.append(token)
+                ids = torch.tensor([[token]])
+            answers.append(answer)
+    return answers
