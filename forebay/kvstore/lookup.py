@@ -50,11 +50,14 @@ class Prompt:
 
     def chunk(self, group: int, position: int) -> NewChunk:
         """The fullest chunk of this prompt at a chunk position."""
-        size = self.namespace.chunk_tokens
-        start = position * size
-        end = min(start + size, len(self.keys) // KEY_BYTES * MATCH_UNIT)
-        tokens = self.tokens[4 * start : 4 * end]
-        return NewChunk(group, self.key_at(end), self.key_at(start), start, tokens)
+        start, end = self.bounds(position)
+        return NewChunk(group, self.key_at(end), self.key_at(start), start, self.tokens[4 * start : 4 * end])
+
+    def bounds(self, position: int) -> tuple[int, int]:
+        """Tokens [start, end) of the fullest chunk at a chunk position."""
+        start = position * self.namespace.chunk_tokens
+        whole = len(self.keys) // KEY_BYTES * MATCH_UNIT
+        return start, min(start + self.namespace.chunk_tokens, whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,7 @@ def match(core: StoreCore, prompt: Prompt) -> Match:
         found: list[Entry | None] = []
         have: list[int] = []
         for position in range(prompt.positions):
-            entry, tokens = _find(core, prompt.chunk(group, position))
+            entry, tokens = _find(core, prompt, group, position)
             found.append(entry)
             have.append(tokens)
         entries.append(found)
@@ -125,11 +128,15 @@ def match(core: StoreCore, prompt: Prompt) -> Match:
     return Match(prompt, entries, reach)
 
 
-def _find(core: StoreCore, chunk: NewChunk) -> tuple[Entry | None, int]:
-    exact = core.table.get(chunk.group, chunk.key)
+def _find(core: StoreCore, prompt: Prompt, group: int, position: int) -> tuple[Entry | None, int]:
+    start, end = prompt.bounds(position)
+    exact = core.table.get(group, prompt.key_at(end))
     if exact is not None and exact.state is SlotState.COMMITTED:
         return exact, exact.token_count
-    return core.table.best_child(chunk.group, chunk.parent, chunk.tokens)
+    parent = prompt.key_at(start)
+    if not core.table.children(group, parent):
+        return None, 0
+    return core.table.best_child(group, parent, prompt.tokens[4 * start : 4 * end])
 
 
 def queries(found: Match) -> list[tuple[tuple[int, int], Query]]:
