@@ -10,8 +10,9 @@ absolute positions of one sequence, and a sequence's row of the block table says
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ BLOCK_TOKENS = 16
 
 NO_BLOCK = -1
 """Stands in a block table for a block that has left the window, or that is not needed."""
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +70,22 @@ class Batch:
     spans: tuple[SequenceSpan, ...]
     groups: Mapping[str, GroupTables]
     logits_rows: Tensor
+    _memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def num_tokens(self) -> int:
         """T, the rows of the flat batch."""
         return self.token_ids.shape[0]
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """`make()`, worked out at the first call for `key` and kept as long as the batch.
+
+        All layers of a group share index tensors, masks and rope angles; this is where they meet.
+        """
+        if key not in self._memo:
+            self._memo[key] = make()
+        made: Made = self._memo[key]
+        return made
 
     def check(self) -> None:
         """Assert what every forward pass counts on. Copies the tables to the host: for tests and debugging."""

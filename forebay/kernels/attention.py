@@ -1,0 +1,299 @@
+"""Attention over a paged pool, as torch operations that run on any device.
+
+On the CPU a product of matrices is what is fast: in bf16 it reaches twice the speed of torch's fused
+attention in prefill, ten times in decode. So:
+
+* the query heads that share a KV head are folded into the rows of one product;
+* a prefill chunk goes in tiles of queries, each against no more keys than it can see: a windowed layer's
+  work doesn't grow with the context, and the scores of a tile stay in the cache;
+* decodes of similar context lengths are padded to one another and go as one batch of products.
+
+Scores are rounded to the model's dtype, the softmax over them is computed in fp32 or better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forebay.kernels.batch import BLOCK_TOKENS, NO_BLOCK, Batch, SequenceSpan
+
+TILE_QUERIES = 128
+"""Queries a prefill tile. Smaller wastes less on masked scores, larger makes better products."""
+
+DECODE_GATHER_BYTES = 64 * 2**20
+"""The most KV that one batch of decodes copies out of the pool at a time."""
+
+
+def paged_attention(
+    q: Tensor,
+    pool: Tensor,
+    layer_in_group: int,
+    batch: Batch,
+    group: str,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Causal attention of every row of the batch over its sequence's KV in `pool`, own rows included.
+
+    `q` [T, heads, head_dim]; `heads` is a multiple of the pool's kv_heads. Returns [T, heads, head_dim] in the
+    dtype of `q`. `window` counts visible positions, the query's own included. The batch's own K and V must have
+    been written before. Mutates nothing (index tensors are kept in the batch).
+    """
+    plan = batch.once(
+        ("attention", group, window), lambda: _plan(batch, group, window, pool)
+    )
+    if scale != 1.0:
+        q = q * scale
+    out = torch.empty_like(q)
+    for prefill in plan.prefills:
+        _attend_prefill(q, pool, layer_in_group, batch, prefill, window, softcap, out)
+    for decodes in plan.decodes:
+        _attend_decodes(q, pool, layer_in_group, decodes, softcap, out)
+    return out
+
+
+# --- which blocks a batch needs ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prefill:
+    """One sequence: `blocks` hold positions from `first` on, up to the last query's."""
+
+    span: SequenceSpan
+    blocks: Tensor
+    first: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Decodes:
+    """Sequences of one new token each, padded to a common number of blocks.
+
+    `rows` [B] are their rows of the flat batch, `blocks` [B, n]. `mask` [B, 1, n * 16] adds -inf to positions
+    that aren't theirs. A single sequence needs none: it sees positions [skip, skip + visible) of its blocks.
+    """
+
+    rows: Tensor
+    blocks: Tensor
+    mask: Tensor | None
+    skip: int
+    visible: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plan:
+    prefills: tuple[_Prefill, ...]
+    decodes: tuple[_Decodes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    """A decode's sequence: its index, row, and the visible positions [start, end)."""
+
+    index: int
+    row: int
+    start: int
+    end: int
+
+    @property
+    def first_block(self) -> int:
+        return self.start // BLOCK_TOKENS
+
+    @property
+    def num_blocks(self) -> int:
+        return (self.end - 1) // BLOCK_TOKENS + 1 - self.first_block
+
+
+def _plan(batch: Batch, group: str, window: int | None, pool: Tensor) -> _Plan:
+    tables = batch.groups[group].block_tables
+    prefills: list[_Prefill] = []
+    singles: list[_Reach] = []
+    for i, span in enumerate(batch.spans):
+        start = 0 if window is None else max(0, span.context_len - window + 1)
+        if span.query_len == 1:
+            singles.append(_Reach(i, span.query_start, start, span.total_len))
+            continue
+        first = start // BLOCK_TOKENS
+        blocks = tables[i, first : (span.total_len - 1) // BLOCK_TOKENS + 1]
+        prefills.append(_Prefill(span, blocks, first * BLOCK_TOKENS))
+    most = max(1, DECODE_GATHER_BYTES // _kv_bytes(pool))
+    decodes = [_join(part, tables, pool.dtype) for part in _by_length(singles, most)]
+    return _Plan(tuple(prefills), tuple(decodes))
+
+
+def _by_length(reaches: list[_Reach], most_blocks: int) -> Iterator[list[_Reach]]:
+    """Parts of similar length: at most half of what a part gathers is padding."""
+    part: list[_Reach] = []
+    for reach in sorted(reaches, key=lambda reach: reach.num_blocks, reverse=True):
+        longest = part[0].num_blocks if part else 0
+        if part and (reach.num_blocks * 2 < longest or (len(part) + 1) * longest > most_blocks):
+            yield part
+            part = []
+        part.append(reach)
+    if part:
+        yield part
+
+
+def _join(part: list[_Reach], tables: Tensor, dtype: torch.dtype) -> _Decodes:
+    device = tables.device
+    rows = torch.tensor([reach.row for reach in part], device=device)
+    if len(part) == 1:
+        reach = part[0]
+        blocks = tables[reach.index, reach.first_block : reach.first_block + reach.num_blocks]
+        skip = reach.start - reach.first_block * BLOCK_TOKENS
+        return _Decodes(rows, blocks[None], None, skip, reach.end - reach.start)
+    width = part[0].num_blocks
+    indices = torch.tensor([reach.index for reach in part], device=device)
+    firsts = torch.tensor([reach.first_block for reach in part], device=device)
+    columns = firsts[:, None] + torch.arange(width, device=device)
+    # Where the table ends or has no block, the sequence's own first one will do: the mask hides it.
+    blocks = tables[indices[:, None], columns.clamp_(max=tables.shape[1] - 1)]
+    blocks = torch.where(blocks == NO_BLOCK, blocks[:, :1], blocks)
+    positions = firsts[:, None] * BLOCK_TOKENS + torch.arange(width * BLOCK_TOKENS, device=device)
+    starts = torch.tensor([reach.start for reach in part], device=device)[:, None]
+    ends = torch.tensor([reach.end for reach in part], device=device)[:, None]
+    hidden = (positions < starts) | (positions >= ends)
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -math.inf)
+    return _Decodes(rows, blocks, mask[:, None], 0, width * BLOCK_TOKENS)
+
+
+def _kv_bytes(pool: Tensor) -> int:
+    """Bytes of one block in one layer."""
+    return 2 * pool.shape[3] * BLOCK_TOKENS * pool.shape[5] * pool.element_size()
+
+
+def _gather(pool: Tensor, layer_in_group: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V of `blocks` [B, n] in one layer, each [B * kv_heads, n * 16, head_dim]."""
+    _, layers, _, kv_heads, _, dim = pool.shape
+    count, width = blocks.shape
+    runs = pool.view(-1, BLOCK_TOKENS * dim)
+    first = (blocks * layers + layer_in_group) * (2 * kv_heads)
+    vectors = torch.arange(2 * kv_heads, device=pool.device).view(2, 1, kv_heads, 1)
+    index = (first[:, None, :] + vectors).view(-1)
+    kv = runs.index_select(0, index).view(2, count * kv_heads, width * BLOCK_TOKENS, dim)
+    return kv[0], kv[1]
+
+
+# --- prefill -------------------------------------------------------------------------------------------------
+
+
+def _attend_prefill(
+    q: Tensor,
+    pool: Tensor,
+    layer_in_group: int,
+    batch: Batch,
+    prefill: _Prefill,
+    window: int | None,
+    softcap: float | None,
+    out: Tensor,
+) -> None:
+    span, kv_heads = prefill.span, pool.shape[3]
+    heads, dim = q.shape[1:]
+    shared = heads // kv_heads
+    k, v = _gather(pool, layer_in_group, prefill.blocks[None])
+    for begin in range(0, span.query_len, TILE_QUERIES):
+        size = min(TILE_QUERIES, span.query_len - begin)
+        position = span.context_len + begin
+        low = prefill.first if window is None else max(prefill.first, position - window + 1)
+        seen = slice(low - prefill.first, position + size - prefill.first)
+        rows = slice(span.query_start + begin, span.query_start + begin + size)
+        folded = q[rows].view(size, kv_heads, shared, dim).transpose(0, 1)
+        folded = folded.reshape(kv_heads, size * shared, dim)
+        scores = torch.matmul(folded, k[:, seen].transpose(1, 2))
+        if softcap is not None:
+            scores.div_(softcap).tanh_().mul_(softcap)
+        _hide(scores.view(kv_heads, size, shared, -1), batch, window)
+        mixed = torch.matmul(torch.softmax(scores, dim=-1), v[:, seen])
+        out[rows] = mixed.view(kv_heads, size, shared, dim).transpose(0, 1).reshape(size, heads, dim)
+
+
+def _hide(scores: Tensor, batch: Batch, window: int | None) -> None:
+    """Add -inf to what a tile's queries must not see. `scores` [kv_heads, t, shared, n]; the last t of the n
+    positions are the queries' own, the first is the first query's oldest visible one or the sequence's first.
+
+    Only the two triangles at the ends can hold hidden positions, and they are the same for all tiles.
+    """
+    size, count = scores.shape[1], scores.shape[3]
+    future = batch.once(
+        ("future", size, scores.dtype), lambda: _triangle(size, scores, below=False)
+    )
+    scores[..., count - size :].add_(future)
+    if window is None:
+        return
+    cut = window + size - 1 - count  # columns that fall before the sequence's first position
+    reach = min(size - cut, count)
+    if reach > 0:
+        past = batch.once(
+            ("past", size, scores.dtype), lambda: _triangle(size, scores, below=True)
+        )
+        scores[..., :reach].add_(past[..., cut : cut + reach])
+
+
+def _triangle(size: int, like: Tensor, *, below: bool) -> Tensor:
+    """[t, 1, t] with -inf above the diagonal, or below it."""
+    full = torch.full((size, size), -math.inf, dtype=like.dtype, device=like.device)
+    return (full.tril(-1) if below else full.triu(1))[:, None, :]
+
+
+# --- decode --------------------------------------------------------------------------------------------------
+
+
+def _attend_decodes(
+    q: Tensor,
+    pool: Tensor,
+    layer_in_group: int,
+    decodes: _Decodes,
+    softcap: float | None,
+    out: Tensor,
+) -> None:
+    count, kv_heads = len(decodes.rows), pool.shape[3]
+    heads, dim = q.shape[1:]
+    k, v = _gather(pool, layer_in_group, decodes.blocks)
+    seen = slice(decodes.skip, decodes.skip + decodes.visible)
+    rows = q.index_select(0, decodes.rows).view(count * kv_heads, heads // kv_heads, dim)
+    scores = torch.matmul(rows, k[:, seen].transpose(1, 2))
+    if softcap is not None:
+        scores.div_(softcap).tanh_().mul_(softcap)
+    if decodes.mask is not None:
+        scores.view(count, heads, -1).add_(decodes.mask)
+    mixed = torch.matmul(torch.softmax(scores, dim=-1), v[:, seen])
+    out.index_copy_(0, decodes.rows, mixed.view(count, heads, dim))
+
+
+# --- the oracle ----------------------------------------------------------------------------------------------
+
+
+def attention_reference(
+    q: Tensor,
+    pool: Tensor,
+    layer_in_group: int,
+    batch: Batch,
+    group: str,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """What `paged_attention` must give, one query and head at a time, in fp64. Slow: for tests."""
+    tables = batch.groups[group].block_tables.tolist()
+    out = torch.empty_like(q)
+    shared = q.shape[1] // pool.shape[3]
+    for sequence, span in enumerate(batch.spans):
+        for row in range(span.query_start, span.query_end):
+            position = span.context_len + row - span.query_start
+            first = 0 if window is None else max(0, position - window + 1)
+            at = [(tables[sequence][p // 16], p % 16) for p in range(first, position + 1)]
+            for head in range(q.shape[1]):
+                kv = torch.stack([pool[b, layer_in_group, :, head // shared, o] for b, o in at])
+                k, v = kv[:, 0].double(), kv[:, 1].double()
+                scores = k @ q[row, head].double() * scale
+                if softcap is not None:
+                    scores = torch.tanh(scores / softcap) * softcap
+                out[row, head] = (torch.softmax(scores, dim=0) @ v).to(q.dtype)
+    return out
