@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import socket
 import struct
@@ -15,62 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from forebay.errors import RequestRefused, StoreUnavailable
+from forebay.errors import RequestRefused
 from forebay.kvstore.client import StoreClient
-from forebay.kvstore.extents import pool_path
-from forebay.kvstore.header import first_bad_granule, granule_checksums
 from forebay.kvstore.identity import Chain, Namespace, pack_tokens, root_key
-from forebay.kvstore.lookup import Prompt
-from forebay.kvstore.protocol import ChunkRead, Found, NewChunk, Written
+from forebay.kvstore.protocol import ChunkRead
+from tests.kvstore.running import MEMORY, SCRIPT, Store, get, prompt_of, put
 from tests.kvstore.support import CHUNK, namespace
-
-MEMORY = 16 << 20
-SCRIPT = """
-import sys
-from pathlib import Path
-from forebay.errors import ForebayError
-from forebay.kvstore.config import StoreConfig
-from forebay.kvstore.daemon import run_store
-try:
-    raise SystemExit(run_store(StoreConfig(Path(sys.argv[1]), memory=int(sys.argv[2]), extent=2 << 20)))
-except ForebayError as error:
-    print(error, file=sys.stderr)
-    raise SystemExit(error.exit_code)
-"""
-
-
-class Store:
-    """One daemon on one socket; may be started again."""
-
-    def __init__(self, folder: Path) -> None:
-        self.socket = folder / "store.sock"
-        self.process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def address(self) -> str:
-        return f"unix://{self.socket}"
-
-    @property
-    def pool(self) -> Path:
-        return pool_path(Path("/dev/shm"), self.socket)
-
-    def start(self) -> None:
-        self.process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(self.socket), str(MEMORY)])
-        until = time.monotonic() + 20
-        while True:
-            assert self.process.poll() is None and time.monotonic() < until, "the store did not start"
-            try:
-                with StoreClient(self.address) as client:
-                    if client.stats().values["host.bytes_budget"] >= MEMORY:
-                        return
-            except StoreUnavailable:
-                pass
-            time.sleep(0.02)
-
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        assert self.process is not None
-        self.process.send_signal(number)
-        return self.process.wait(20)
 
 
 @pytest.fixture
@@ -81,41 +30,6 @@ def store(tmp_path: Path) -> Iterator[Store]:
     if running.process is not None and running.process.poll() is None:
         assert running.stop() == 0
         assert not running.pool.exists(), "a clean stop leaves nothing behind"
-
-
-def prompt_of(spec: Namespace, tokens: list[int]) -> Prompt:
-    chain = Chain(root_key(spec.id), tokens)
-    return Prompt(spec.id, spec, chain.root, pack_tokens(tokens), b"".join(chain.keys), len(tokens))
-
-
-def payload_of(spec: Namespace, chunk: NewChunk) -> bytes:
-    length = spec.groups[chunk.group].granule_bytes * (len(chunk.tokens) // 64)
-    return random.Random(bytes([chunk.group]) + chunk.key).randbytes(length)
-
-
-def put(client: StoreClient, spec: Namespace, tokens: list[int]) -> int:
-    prompt = prompt_of(spec, tokens)
-    chunks = [prompt.chunk(g, p) for p in range(prompt.positions) for g in range(len(spec.groups))]
-    slots = client.reserve(spec.id, "", chunks).slots
-    written = []
-    for chunk, slot in zip(chunks, slots, strict=True):
-        if slot.status == "reserved":
-            data = payload_of(spec, chunk)
-            client.room(slot, len(data))[:] = data
-            checksums = granule_checksums(memoryview(data), spec.groups[chunk.group].granule_bytes)
-            written.append(Written(slot.reservation, checksums))
-    return client.commit(written).committed
-
-
-def get(client: StoreClient, spec: Namespace, tokens: list[int]) -> Found:
-    prompt = prompt_of(spec, tokens)
-    found = client.lookup(spec.id, prompt.root, prompt.tokens, prompt.keys, limit=len(tokens))
-    for chunk in found.chunks:
-        wanted = payload_of(spec, prompt.chunk(chunk.group, chunk.start // CHUNK))
-        assert bytes(client.payload(chunk)) == wanted
-        assert first_bad_granule(client.payload(chunk), spec.groups[chunk.group].granule_bytes, chunk.checksums) is None
-        assert client.intact(chunk)
-    return found
 
 
 def test_stored_bytes_come_back_to_another_client(store: Store) -> None:
