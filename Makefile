@@ -1,0 +1,41 @@
+# make serve    a server on the demo model          make test    the tests
+# Both use one environment, .venv, with the exact versions of constraints.txt.
+
+PYTHON ?= python3
+PORT ?= 8000
+VENV := .venv
+BIN := $(VENV)/bin
+INPUTS := pyproject.toml constraints.txt
+
+.PHONY: help serve test lint types clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 10
+
+$(VENV)/.made-demo: $(INPUTS)
+	@echo "installing into $(VENV) (a minute or two, once)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[demo]'
+	@touch $@
+
+$(VENV)/.made-test: $(VENV)/.made-demo
+	@echo "installing what the tests need"
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+serve: $(VENV)/.made-demo ## serve Gemma 3 270M on PORT (8000), with its cache in memory and files
+	@exec $(BIN)/forebay serve --demo --port $(PORT)
+
+test: $(VENV)/.made-test ## run the tests
+	@$(BIN)/python -m pytest -q
+
+lint: $(VENV)/.made-test ## style
+	@$(BIN)/ruff check .
+
+types: $(VENV)/.made-test ## types: strict where bytes are at stake
+	@$(BIN)/mypy --strict forebay/kvstore forebay/tiers forebay/events forebay/scheduler forebay/ipc
+	@$(BIN)/mypy forebay benchmarks
+
+clean: ## remove the environment and what tools left
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
