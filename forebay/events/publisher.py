@@ -202,7 +202,7 @@ class EventPublisher:
     def _emit(self, events: Sequence[KVEvent], ts: float) -> int:
         encoded = encode_batch(ts, events, self.options.dp_rank, self.options.profile)
         self._counts.refused_events += encoded.refused
-        self._quiet_since = ts
+        self._quiet_since = self._now = ts
         seq = self._history.append(events, encoded.payload)
         self._send([self._topic, seq.to_bytes(8, "big"), encoded.payload])
         return seq
