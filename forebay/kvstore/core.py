@@ -192,9 +192,14 @@ class StoreCore:
         self.memory.mark(entry.slot, SlotState.COMMITTED, entry.generation)
         self.table.commit(entry)
         self.removed.pop(entry.id, None)
-        self._tell(HostFact(True, entry))
+        self._announce(entry)
         self._supersede_shorter(entry)
         self._demote_passed(entry)
+
+    def _announce(self, entry: Entry) -> None:
+        if not entry.announced:
+            entry.announced = True
+            self._tell(HostFact(True, entry))
 
     def shorter_siblings(self, entry: Entry) -> list[Entry]:
         """Committed chunks whose tokens are a proper prefix of this one's."""
@@ -283,7 +288,7 @@ class StoreCore:
             return
         if intact:
             entry.verified = True
-            self._tell(HostFact(True, entry))
+            self._announce(entry)
         else:
             self.damaged(entry)
 
@@ -365,7 +370,7 @@ class StoreCore:
         self.removed[entry.id] = reason
         while len(self.removed) > self.limits.removed_remembered:
             self.removed.popitem(last=False)
-        if entry.verified:  # what was never announced isn't taken back
+        if entry.announced:
             self._tell(HostFact(False, entry, reason))
 
     def _free(self, entry: Entry, *, keep_slot: bool = False) -> None:

@@ -68,11 +68,11 @@ class Daemon:
 
     async def _with_pool(self, listener: socket.socket, pool: PoolFiles) -> bool:
         boot = secrets.token_bytes(16)
-        announcer = Announcer(boot, self.config.events, self.config.replay)
+        announcer = Announcer(boot, self.config.events, self.config.replay, socket.gethostname())
         core = StoreCore(pool, tell=announcer.host, first_generation=time.time_ns())
         announcer.core = core
         locks = ClientLocks(pool.path / "clients")
-        service = StoreService(core, pool, locks, boot, announcer.tier, on_register=announcer.register)
+        service = StoreService(core, pool, locks, boot, announcer)
         service.info.update(self._info(pool))
         adopted = self._adopt(core, pool, locks)
         self._check_room(pool, len(core.place.slots.extents))
@@ -80,10 +80,10 @@ class Daemon:
         background: set[asyncio.Task[None]] = set()
         metrics = MetricsServer(self.config.metrics, service)
         try:
-            await self._start_tiers(service, pool, announcer)
+            await self._start_tiers(service, pool)
             await metrics.start()
             server = await self._serve(listener, service)
-            for job in (self._grow_all(core, pool, service), service.read_adopted(), self._ticks(service, announcer)):
+            for job in (self._grow_all(core, pool, service), service.read_adopted(), self._ticks(service), announcer.serve_replays()):
                 background.add(asyncio.create_task(job))
             self._ready(adopted, first)
             await self._stopped()
@@ -169,7 +169,7 @@ class Daemon:
 
     # --- parts -----------------------------------------------------------------------------------------
 
-    async def _start_tiers(self, service: StoreService, pool: PoolFiles, announcer: Announcer) -> None:
+    async def _start_tiers(self, service: StoreService, pool: PoolFiles) -> None:
         if self.config.fs is None:
             return
         options: dict[str, str | int] = {
@@ -211,11 +211,10 @@ class Daemon:
         # With a group, the socket's mode has decided already: all its members are one trust domain.
         return uid in (os.getuid(), 0) or self.config.socket_group is not None
 
-    async def _ticks(self, service: StoreService, announcer: Announcer) -> None:
+    async def _ticks(self, service: StoreService) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             service.tick()
-            announcer.tick(time.time())
 
     async def _stopped(self) -> None:
         loop = asyncio.get_running_loop()

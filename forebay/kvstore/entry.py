@@ -27,7 +27,8 @@ class Entry:
     """A chunk in the pool, from its reservation to its removal. Owned and mutated by the core alone.
 
     `pins` counts whoever needs the bytes to stay (leases, cascade jobs, verification); only an entry with
-    none is known to the eviction policy. `replaces` is the key of the shorter chunk that this one grew out of.
+    none is known to the eviction policy. `verified` is false for an adopted
+    chunk that hasn't been read yet. `replaces` is the key of the shorter chunk that this one grew out of.
     """
 
     namespace: bytes
@@ -46,6 +47,7 @@ class Entry:
     state: SlotState
     checksums: bytes = b""
     verified: bool = True
+    announced: bool = False
     pins: int = 0
     stamp: int = 0
     replaces: bytes = b""

@@ -12,7 +12,6 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from forebay.errors import AlreadyRunning, ConfigError
-from forebay.kvstore import report
 
 if TYPE_CHECKING:
     from forebay.kvstore.service import StoreService
@@ -77,10 +76,7 @@ class MetricsServer:
         writer.close()
 
     async def _figures(self) -> bytes:
-        values = report.gauges(self._service.core, self._service.cascade)
-        for name, tier in self._service.tiers.items():
-            stats = await tier.stats()
-            values.update({f"tier.{name}.{key}": value for key, value in stats.values.items()})
+        values, _ = await self._service.figures()
         registry = CollectorRegistry()
         registry.register(_Figures(values))
         return generate_latest(registry)

@@ -142,11 +142,15 @@ class Reader:
 
     async def check(self, entry: Entry) -> None:
         """Read an adopted chunk once, whoever asks; it is announced, or taken out."""
+        await asyncio.shield(self.check_soon(entry))
+
+    def check_soon(self, entry: Entry) -> asyncio.Task[None]:
+        """Start reading a chunk, unless somebody has started already."""
         running = self._checks.get(entry)
         if running is None:
             running = asyncio.create_task(self._check(entry))
             self._checks[entry] = running
-        await asyncio.shield(running)
+        return running
 
     async def _check(self, entry: Entry) -> None:
         if entry.state is SlotState.COMMITTED and not entry.verified:

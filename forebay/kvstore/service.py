@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from forebay.errors import RequestRefused
 from forebay.ipc.sockets import DESCRIPTORS_MAX
 from forebay.kvstore import report
+from forebay.kvstore.announce import Announcer
 from forebay.kvstore.cascade import Cascade
 from forebay.kvstore.core import Client, StoreCore
 from forebay.kvstore.entry import Entry
@@ -73,11 +74,10 @@ class StoreService:
     pool: PoolFiles
     locks: ClientLocks
     boot: bytes
-    tell_tier: Callable[[str, TierChange], None]
+    announcer: Announcer
     info: dict[str, str] = field(default_factory=dict)
     tiers: dict[str, TierHost] = field(default_factory=dict)
     connections: set[Connection] = field(default_factory=set)
-    on_register: Callable[[bytes], None] = lambda namespace_id: None
 
     def __post_init__(self) -> None:
         self.cascade = Cascade(self.core)
@@ -185,7 +185,7 @@ class StoreService:
         self.pool.save_namespace(namespace_id, request.namespace)
         for tier in self.tiers.values():
             tier.note_namespace(namespace_id, request.namespace)
-        self.on_register(namespace_id)
+        self.announcer.register(namespace_id)
         return Registered(rid=request.rid, namespace=namespace_id)
 
     def _extents(self, connection: Connection, request: GetExtents) -> None:
@@ -295,22 +295,27 @@ class StoreService:
             if entry is not None and entry.state is SlotState.COMMITTED:
                 # Not on one reader's word alone: it is read again before anyone sees it.
                 entry.verified = False
-                asyncio.ensure_future(self.reader.check(entry))
+                self.reader.check_soon(entry)
 
     # --- watching --------------------------------------------------------------------------------------
 
     async def _stats(self, request: GetStats) -> Stats:
-        values = report.gauges(self.core, self.cascade)
+        values, tiers = await self.figures()
+        return Stats(
+            rid=request.rid, boot=self.boot, pid=os.getpid(), values=values, info=self.info | self.announcer.places(),
+            namespaces=report.namespace_rows(self.core), tiers=tiers,
+        )  # fmt: skip
+
+    async def figures(self) -> tuple[dict[str, float], list[dict[str, str]]]:
+        """All counters and gauges by dotted name, and a description of each tier."""
+        values = report.gauges(self.core, self.cascade) | self.announcer.figures()
         values["store.connections"] = len(self.connections)
         tiers = []
         for name, tier in self.tiers.items():
             stats = await tier.stats()
             values.update({f"tier.{name}.{key}": value for key, value in stats.values.items()})
             tiers.append({"name": name, **stats.info})
-        rows = report.namespace_rows(self.core)
-        return Stats(
-            rid=request.rid, boot=self.boot, pid=os.getpid(), values=values, info=self.info, namespaces=rows, tiers=tiers
-        )
+        return values, tiers
 
     def _list(self, request: List) -> Rows:
         limit = max(1, min(request.limit, BATCH_ITEMS_MAX))
@@ -374,7 +379,7 @@ class StoreService:
                 entry.tiers.add(tier)
             elif entry is not None:
                 entry.tiers.discard(tier)
-            self.tell_tier(tier, change)
+            self.announcer.tier(tier, change)
 
     async def read_adopted(self) -> None:
         """After a restart: read every adopted chunk in the background, so that it may be announced."""
