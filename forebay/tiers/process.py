@@ -7,6 +7,7 @@ nowhere else, so it answers the daemon whatever its device does. It dies with it
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import logging
 import os
@@ -43,17 +44,13 @@ class Waker:
 
     def wake(self) -> None:
         """Make the loop's `poll` return. Never blocks, may be called from any thread."""
-        try:
+        with contextlib.suppress(BlockingIOError):  # the counter is full, so the loop is awake as it is
             os.eventfd_write(self.descriptor, 1)
-        except BlockingIOError:
-            pass  # the counter is full, so the loop is awake as it is
 
     def clear(self) -> None:
         """Forget that it rang."""
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.descriptor)
-        except BlockingIOError:
-            pass
 
 
 class TierProcess:
@@ -82,7 +79,7 @@ class TierProcess:
         finally:
             service.close()
             self._link.flush(timeout_s=1.0)
-        return 0
+        return 5 if service.failed else 0
 
     def _on_term(self, number: int, frame: object) -> None:
         self._stopping = True

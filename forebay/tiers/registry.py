@@ -16,7 +16,7 @@ KINDS = {
     "fs": "forebay.tiers.fs.tier:FsTier",
 }
 
-O = TypeVar("O")
+Options = TypeVar("Options")
 
 
 def create_tier(kind: str, name: str, options: Mapping[str, object]) -> SecondaryTier:
@@ -39,7 +39,7 @@ def create_tier(kind: str, name: str, options: Mapping[str, object]) -> Secondar
     return found(name, options)  # type: ignore[call-arg]  # the constructor is a convention, not an interface
 
 
-def convert_options(name: str, options: Mapping[str, object], kind: type[O]) -> O:
+def convert_options(name: str, options: Mapping[str, object], kind: type[Options]) -> Options:
     """`options` as the tier's typed struct. Raises ConfigError that names the option."""
     try:
         return msgspec.convert(dict(options), kind)

@@ -19,6 +19,7 @@ from forebay.tiers.base import (
     StoreJob,
     TierStats,
 )
+from forebay.tiers.errors import TierFailed
 from forebay.tiers.link import DaemonLink
 from forebay.tiers.messages import (
     BATCH,
@@ -73,6 +74,7 @@ class TierService:
         # A tier that keeps the default never calls the waker, so it has to be asked.
         self._must_ask = type(tier).set_waker is SecondaryTier.set_waker
         self.stopping = False
+        self.failed = False
 
     def handle(self, message: ToTier) -> None:
         """Act on one message. Raises ProtocolError only: an error of the tier becomes failed jobs."""
@@ -103,6 +105,10 @@ class TierService:
         """Call into the tier; an exception is logged and counted, and gives None."""
         try:
             return call()
+        except TierFailed as error:
+            log.error("tier %s: %s", self._tier.name, error)
+            self.failed = self.stopping = True
+            return None
         except Exception:
             self._exceptions += 1
             log.exception("tier %s: %s failed", self._tier.name, what)

@@ -1,0 +1,302 @@
+"""Reading and writing chunk files: one call an operation, O_DIRECT where it works.
+
+A file is written under no name (O_TMPFILE) or a private one in `tmp/`, and appears under its own in one step,
+so whatever has a chunk's name is whole, unless the machine lost power or the disk lies. What that leaves is
+found by checksums.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import mmap
+import os
+import stat
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from forebay.errors import CorruptChunk
+from forebay.kvstore.layout import ALIGNMENT, round_down, round_up
+from forebay.tiers.fs.paths import Paths
+
+DIRECT_BYTES_MIN = 64 << 10
+"""Below this the page cache is faster and holds little."""
+IOV_BYTES_MAX = 1 << 30
+_NO_NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.ENOSYS, errno.EPERM)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def reason_of(error: OSError) -> str:
+    """A job's failure reason for what the system said."""
+    if error.errno in _FULL:
+        return "full"
+    return "missing" if error.errno == errno.ENOENT else "io"
+
+
+def disk_bytes(status: os.stat_result) -> int:
+    """What a file really takes."""
+    return status.st_blocks * 512
+
+
+class AlignedBuffer:
+    """Private memory at a page boundary, which O_DIRECT wants. It grows and is used by one thread."""
+
+    def __init__(self, size: int = 4 * ALIGNMENT) -> None:
+        self._map = mmap.mmap(-1, size)
+
+    def view(self, size: int) -> memoryview:
+        """The first `size` bytes; valid until the next call."""
+        if size > len(self._map):
+            self._map = mmap.mmap(-1, round_up(size, ALIGNMENT))
+        return memoryview(self._map)[:size]
+
+
+@dataclass(slots=True)
+class TempFile:
+    """A written file that nobody sees yet. `name` is its path in `tmp/`, or empty if it has none."""
+
+    descriptor: int
+    name: str
+    disk: int = 0
+    inode: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the manifest says of a file."""
+
+    header: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a read brought: the header block, and how many bytes of payload lie in the destination."""
+
+    block: bytes
+    payload_length: int
+
+
+class Device:
+    """The files of one directory. Methods block and may be called from any thread; `OSError`s pass through.
+
+    Tests inject a subclass whose operations fail.
+    """
+
+    def __init__(self, paths: Paths, odirect: Literal["auto", "on", "off"], fsync: bool) -> None:
+        self.paths = paths
+        self.direct = odirect != "off"
+        self._direct_min = 1 if odirect == "on" else DIRECT_BYTES_MIN
+        self._fsync = fsync
+        self.nameless = True
+        self._serial = itertools.count()
+        self.counts: Counter[str] = Counter()
+
+    # --- writing ---------------------------------------------------------------------------------------
+
+    def write(self, block: bytes, payload: memoryview, buffer: AlignedBuffer, *, aligned: bool) -> TempFile:
+        """A file of header block and payload that nobody sees yet; the caller publishes or discards it.
+
+        `aligned`: `payload` begins at a page boundary. Nothing is left behind when this raises.
+        """
+        length = len(block) + len(payload)
+        direct = self.direct and aligned and length >= self._direct_min
+        temp = self._create(os.O_DIRECT if direct else 0)
+        try:
+            if direct:
+                self._write_direct(temp.descriptor, block, payload, buffer)
+            else:
+                self.write_all(temp.descriptor, [memoryview(block), payload], 0)
+            if self._fsync:
+                os.fdatasync(temp.descriptor)
+            status = os.fstat(temp.descriptor)
+            if status.st_size != length:
+                raise OSError(errno.EIO, f"file has {status.st_size} bytes after writing {length}")
+            temp.disk, temp.inode = disk_bytes(status), status.st_ino
+        except BaseException:
+            self.discard(temp)
+            raise
+        return temp
+
+    def _create(self, flags: int) -> TempFile:
+        flags |= os.O_WRONLY | os.O_CLOEXEC
+        if self.nameless:
+            try:
+                return TempFile(os.open(self.paths.chunks, os.O_TMPFILE | flags, 0o600), "")
+            except OSError as error:
+                if error.errno == errno.EINVAL and flags & os.O_DIRECT:
+                    return self._create(self._without_direct(flags))
+                if error.errno not in _NO_NAMELESS or not self.paths.chunks.is_dir():
+                    raise
+                self.nameless = False
+        name = str(self.paths.tmp / f"{os.getpid()}-{next(self._serial)}")
+        try:
+            return TempFile(os.open(name, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | flags, 0o600), name)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+                raise
+            return self._create(self._without_direct(flags))
+
+    def _without_direct(self, flags: int) -> int:
+        """The file system doesn't open files this way at all: don't try again."""
+        self.direct = False
+        self.counts["odirect_refused"] += 1
+        return flags & ~os.O_DIRECT
+
+    def _write_direct(self, descriptor: int, block: bytes, payload: memoryview, buffer: AlignedBuffer) -> None:
+        whole = round_down(len(payload), ALIGNMENT)
+        rest = len(payload) - whole
+        private = buffer.view(len(block) + (ALIGNMENT if rest else 0))
+        private[: len(block)] = block
+        parts = [private[: len(block)], payload[:whole]]
+        if rest:
+            # The last page goes through private memory, zeros behind the payload: what another chunk left
+            # in the slot doesn't belong in this one's file.
+            tail = private[len(block) :]
+            tail[:rest] = payload[whole:]
+            tail[rest:] = bytes(ALIGNMENT - rest)
+            parts.append(tail)
+        try:
+            self.write_all(descriptor, parts, 0)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._leave_direct(descriptor)
+            self.write_all(descriptor, parts, 0)
+        if rest:
+            os.ftruncate(descriptor, len(block) + len(payload))
+
+    def _leave_direct(self, descriptor: int) -> None:
+        self.counts["odirect_fallbacks"] += 1
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+    def write_all(self, descriptor: int, parts: Sequence[memoryview], offset: int) -> None:
+        """Write all of `parts` from `offset` on."""
+        left = [part for part in parts if len(part)]
+        while left:
+            done = os.pwritev(descriptor, left, offset)
+            if done == 0:
+                raise OSError(errno.EIO, "a write took nothing")
+            offset += done
+            left = _after(left, done)
+
+    def publish(self, temp: TempFile, path: str) -> None:
+        """Give a written file its name, in place of whatever has it, and close it. Raises OSError; then the
+        file is still the caller's to discard."""
+        try:
+            self._name(temp, path)
+        except FileNotFoundError:
+            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            self._name(temp, path)
+        self._close(temp)
+
+    def _name(self, temp: TempFile, path: str) -> None:
+        if not temp.name:
+            target = f"/proc/self/fd/{temp.descriptor}"
+            try:
+                # With a directory descriptor given, Python calls linkat, which alone follows /proc's link.
+                os.link(target, path, src_dir_fd=temp.descriptor, follow_symlinks=True)
+                return
+            except FileExistsError:
+                temp.name = str(self.paths.tmp / f"{os.getpid()}-{next(self._serial)}")
+                os.link(target, temp.name, src_dir_fd=temp.descriptor, follow_symlinks=True)
+        os.rename(temp.name, path)
+        temp.name = ""
+
+    def discard(self, temp: TempFile) -> None:
+        """Close and remove a file that won't be published."""
+        self._close(temp)
+        if temp.name:
+            os.unlink(temp.name)
+            temp.name = ""
+
+    def _close(self, temp: TempFile) -> None:
+        if temp.descriptor >= 0:
+            os.close(temp.descriptor)
+            temp.descriptor = -1
+
+    def remove(self, path: str) -> None:
+        """Unlink a file; none there is fine."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+    # --- reading ---------------------------------------------------------------------------------------
+
+    def open(self, path: str, *, direct: bool = False) -> int:
+        """A descriptor to read from. Follows no symlink; what is no regular file raises CorruptChunk."""
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            descriptor = os.open(path, flags | (os.O_DIRECT if direct else 0))
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise CorruptChunk("a symbolic link is no chunk") from error
+            if error.errno != errno.EINVAL or not direct:
+                raise
+            self._without_direct(flags)
+            return self.open(path)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise CorruptChunk("not a regular file")
+        return descriptor
+
+    def wants_direct(self, length: int, *, aligned: bool) -> bool:
+        """Should a file of this length be read with O_DIRECT?"""
+        return self.direct and aligned and length >= self._direct_min
+
+    def read(
+        self, descriptor: int, expected: Expected, payload: memoryview, buffer: AlignedBuffer, *, direct: bool
+    ) -> Loaded:
+        """Read a whole file: its header into private memory, its payload into the front of `payload`.
+
+        Raises CorruptChunk if it is shorter or longer than expected. What `payload` has behind the chunk's bytes
+        is left alone.
+        """
+        size = os.fstat(descriptor).st_size
+        if size != expected.length:
+            raise CorruptChunk(f"file of {size} bytes, expected {expected.length}")
+        length = expected.length - expected.header
+        whole = round_down(length, ALIGNMENT) if direct else length
+        rest = length - whole
+        private = buffer.view(expected.header + (ALIGNMENT if rest else 0))
+        parts = [private[: expected.header], payload[:whole], private[expected.header :]]
+        try:
+            got = self.read_all(descriptor, parts, 0)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not direct:
+                raise
+            self._leave_direct(descriptor)
+            got = self.read_all(descriptor, parts, 0)
+        if got != expected.length:
+            raise CorruptChunk(f"read {got} of {expected.length} bytes")
+        if rest:
+            payload[whole:length] = private[expected.header : expected.header + rest]
+        return Loaded(bytes(private[: expected.header]), length)
+
+    def read_all(self, descriptor: int, parts: Sequence[memoryview], offset: int) -> int:
+        """Fill `parts` from `offset` on, up to the file's end; returns how many bytes came."""
+        left = [part for part in parts if len(part)]
+        total = 0
+        while left:
+            got = os.preadv(descriptor, left, offset + total)
+            total += got
+            left = _after(left, got)
+            if got == 0 or (left and total % ALIGNMENT):
+                break  # the end: only the last read of a file stops off a page
+        return total
+
+    def read_front(self, descriptor: int, size: int) -> bytes:
+        """The first `size` bytes of a file, fewer if it is shorter."""
+        return os.pread(descriptor, size, 0)
+
+
+def _after(parts: list[memoryview], done: int) -> list[memoryview]:
+    """What is left of `parts` after `done` bytes."""
+    for index, part in enumerate(parts):
+        if done < len(part):
+            return [part[done:], *parts[index + 1 :]]
+        done -= len(part)
+    return []

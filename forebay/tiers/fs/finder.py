@@ -1,0 +1,148 @@
+"""Lookups: exact chunks from the manifest, partial ones by comparing tokens with a few headers.
+
+Never touches the disk itself: a header that isn't cached is read on a read thread, and the answer is `retry`
+until it has come.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from forebay.errors import CorruptChunk
+from forebay.kvstore.header import ChunkHeader
+from forebay.tiers.base import ChunkId, LookupResult, Query
+from forebay.tiers.chunks import UNIT_BYTES, best_match
+from forebay.tiers.fs.inspect import front_of
+from forebay.tiers.fs.manifest import View, first_unit
+from forebay.tiers.fs.shelf import Shelf
+
+CANDIDATES_MAX = 16
+FETCHES_MAX = 256
+CACHE_BYTES = 16 << 20
+FETCH_BYTES = 4096
+
+
+class HeaderCache:
+    """Headers of chunks that were stored or compared lately, bounded in bytes."""
+
+    def __init__(self, bytes_max: int = CACHE_BYTES) -> None:
+        self._bytes_max = bytes_max
+        self._headers: OrderedDict[ChunkId, ChunkHeader] = OrderedDict()
+        self._lock = threading.Lock()
+        self.bytes = 0
+
+    @staticmethod
+    def _size(header: ChunkHeader) -> int:
+        return 512 + len(header.tokens) + len(header.checksums) + len(header.extra)
+
+    def get(self, chunk: ChunkId) -> ChunkHeader | None:
+        """A chunk's header, if it is here."""
+        with self._lock:
+            header = self._headers.get(chunk)
+            if header is not None:
+                self._headers.move_to_end(chunk)
+            return header
+
+    def put(self, chunk: ChunkId, header: ChunkHeader) -> None:
+        """Keep a header; the least recently used ones leave."""
+        with self._lock:
+            old = self._headers.pop(chunk, None)
+            self.bytes += self._size(header) - (self._size(old) if old else 0)
+            self._headers[chunk] = header
+            while self.bytes > self._bytes_max:
+                _, gone = self._headers.popitem(last=False)
+                self.bytes -= self._size(gone)
+
+
+@dataclass
+class Finder:
+    """Answers lookups. `submit` queues a task (what to run, its bytes) on the read threads, False if it can't;
+    `wake` tells that an open lookup may be answered now."""
+
+    shelf: Shelf
+    cache: HeaderCache
+    submit: Callable[[Callable[[], None], int], bool]
+    wake: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._fetching: set[ChunkId] = set()
+        self._lock = threading.Lock()
+        self.counts: Counter[str] = Counter()
+
+    def lookup(self, queries: Sequence[Query]) -> list[LookupResult]:
+        """One result a query. Uses are noted from the last to the first: a chain's front outlives its end."""
+        used: list[ChunkId] = []
+        with self.shelf.manifest.reading() as view:
+            results = [self._find(view, query, used) for query in queries]
+        self.shelf.touch(used[::-1])
+        return results
+
+    def _find(self, view: View, query: Query, used: list[ChunkId]) -> LookupResult:
+        chunk = ChunkId(query.group, query.key)
+        record = view.get(chunk)
+        if record is not None:
+            used.append(chunk)
+            self.counts["lookups_hit"] += 1
+            return LookupResult("hit", query.key, record.tokens, record.tokens, record.length)
+        return self._find_partial(view, query, used)
+
+    def _find_partial(self, view: View, query: Query, used: list[ChunkId]) -> LookupResult:
+        found: dict[ChunkId, ChunkHeader] = {}
+        unknown = False
+        if len(query.tokens) >= UNIT_BYTES:
+            unit = first_unit(query.tokens)
+            for child in view.children(query.group, query.parent, unit, CANDIDATES_MAX):
+                header = self.cache.get(child)
+                if header is not None:
+                    found[child] = header
+                else:
+                    unknown |= self._fetch(child)
+        if unknown:
+            self.counts["lookups_retry"] += 1
+            return LookupResult("retry")
+        match = best_match(query, found)
+        record = view.get(match.chunk) if match else None
+        if match is None or record is None:
+            self.counts["lookups_miss"] += 1
+            return LookupResult("miss")
+        used.append(match.chunk)
+        self.counts["lookups_partial"] += 1
+        return LookupResult("hit", match.chunk.key, match.matched, record.tokens, record.length)
+
+    def _fetch(self, chunk: ChunkId) -> bool:
+        """Have a header read. False if that isn't going to happen now: the candidate is then passed over."""
+        with self._lock:
+            if chunk in self._fetching:
+                return True
+            if len(self._fetching) >= FETCHES_MAX:
+                self.counts["headers_passed_over"] += 1
+                return False
+            self._fetching.add(chunk)
+        if self.submit(lambda: self._read(chunk), FETCH_BYTES):
+            return True
+        self.counts["headers_passed_over"] += 1
+        with self._lock:
+            self._fetching.discard(chunk)
+        return False
+
+    def _read(self, chunk: ChunkId) -> None:
+        path = self.shelf.device.paths.chunk(chunk)
+        try:
+            self.cache.put(chunk, front_of(self.shelf.device, path).header)
+            self.counts["headers_read"] += 1
+        except CorruptChunk as error:
+            self.shelf.damaged(chunk, 0, str(error))
+        except FileNotFoundError:
+            self.shelf.vanished(chunk)
+        except OSError:
+            self.counts["header_errors"] += 1
+            self.shelf.remove([chunk], "corrupt")
+        finally:
+            with self._lock:
+                self._fetching.discard(chunk)
+            self.wake()
+
+

@@ -1,0 +1,92 @@
+"""Looking at a chunk file's header, and judging a whole file, without a manifest."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from forebay.errors import CorruptChunk
+from forebay.kvstore.header import HEADER_BYTES_MAX, ChunkHeader, decode_header, header_bytes
+from forebay.kvstore.identity import chain
+from forebay.kvstore.layout import ALIGNMENT
+from forebay.tiers.base import ChunkId
+from forebay.tiers.chunks import granule_bytes, verify_payload
+from forebay.tiers.fs.device import Device, Expected, disk_bytes
+from forebay.tiers.fs.paths import chunk_of_name
+
+_LENGTH_AT = 32
+_BODY_AT = 36
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """A file's decoded header and what the file system says of the file."""
+
+    header: ChunkHeader
+    block: bytes
+    length: int
+    disk: int
+    inode: int
+
+    @property
+    def expected(self) -> Expected:
+        return Expected(len(self.block), self.length)
+
+
+def read_front(device: Device, descriptor: int) -> Front:
+    """The header at the front of an open file. Raises CorruptChunk, also if the file's size can't be right."""
+    block = device.read_front(descriptor, ALIGNMENT)
+    if len(block) >= _BODY_AT:
+        wanted = _BODY_AT + int.from_bytes(block[_LENGTH_AT:_BODY_AT], "little")
+        if len(block) < wanted <= HEADER_BYTES_MAX:
+            block = device.read_front(descriptor, wanted)
+    header = decode_header(block)
+    size = header_bytes(header.token_count, len(header.extra))
+    if len(block) != size:
+        block = device.read_front(descriptor, size)
+    status = os.fstat(descriptor)
+    if status.st_size != size + header.payload_length:
+        raise CorruptChunk(f"file of {status.st_size} bytes, its header says {size} + {header.payload_length}")
+    return Front(header, block, status.st_size, disk_bytes(status), status.st_ino)
+
+
+def front_of(device: Device, path: str) -> Front:
+    """The header of the file at `path`, checked against its name. Raises CorruptChunk and OSError."""
+    descriptor = device.open(path)
+    try:
+        front = read_front(device, descriptor)
+    finally:
+        os.close(descriptor)
+    check_name(os.path.basename(path), front.header)
+    return front
+
+
+def check_name(name: str, header: ChunkHeader) -> None:
+    """Raises CorruptChunk unless a file of this name may have this header."""
+    chunk = chunk_of_name(name)
+    if chunk is None:
+        raise CorruptChunk("the name is no chunk's")
+    if chunk != ChunkId(header.group, header.key):
+        raise CorruptChunk("the header is another chunk's than the name says")
+    if not header.checksums:
+        raise CorruptChunk("the header has no checksums")
+    if chain(header.parent, header.tokens, header.extra)[-1] != header.key:
+        raise CorruptChunk("the key doesn't follow from parent and tokens")
+
+
+def check_payload(device: Device, path: str) -> Front:
+    """Read and verify all of a file, a granule at a time. Raises CorruptChunk and OSError."""
+    descriptor = device.open(path)
+    try:
+        front = read_front(device, descriptor)
+        check_name(os.path.basename(path), front.header)
+        step, at = granule_bytes(front.header), len(front.block)
+        payload = bytearray(front.header.payload_length)
+        view = memoryview(payload)
+        for offset in range(0, len(payload), step):
+            if device.read_all(descriptor, [view[offset : offset + step]], at + offset) != step:
+                raise CorruptChunk("the file ends inside a granule")
+        verify_payload(front.header, view)
+    finally:
+        os.close(descriptor)
+    return front

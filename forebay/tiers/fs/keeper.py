@@ -1,0 +1,95 @@
+"""The file tier's one background thread: unlinks what has left, writes recency, reconciles."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+
+import lmdb
+
+from forebay.tiers.fs.outbox import Outbox
+from forebay.tiers.fs.reconcile import Leaf
+from forebay.tiers.fs.shelf import Shelf
+from forebay.tiers.fs.state import State
+
+log = logging.getLogger("forebay.tier.fs")
+
+FLUSH_S = 2.0
+HEALTHY_S = 30.0
+REAP_FILES = 256
+STEP_PAUSE_S = 0.02
+"""Between two folders of a slow walk: all 4,096 take a minute and a half, and the disk hardly notices."""
+
+
+class Keeper:
+    """Runs until `close`. `kick` makes it look at once."""
+
+    def __init__(self, shelf: Shelf, outbox: Outbox, state: State, walk: Iterator[Leaf], *, fast: bool) -> None:
+        self._shelf = shelf
+        self._outbox = outbox
+        self._state = state
+        self._walk: Iterator[Leaf] | None = walk
+        self._fast = fast
+        self._kicked = threading.Event()
+        self._closing = False
+        self._rounds = 0
+        self._thread = threading.Thread(target=self._work, name="fs-keeper", daemon=True)
+
+    @property
+    def reconciled(self) -> bool:
+        """Has every folder been compared with the manifest?"""
+        return self._walk is None
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def kick(self) -> None:
+        """There is something to unlink or to write. Never blocks."""
+        self._kicked.set()
+
+    def _work(self) -> None:
+        healthy_in = HEALTHY_S
+        while not self._closing:
+            pause = FLUSH_S if self._walk is None else 0.0 if self._fast else STEP_PAUSE_S
+            self._kicked.wait(pause)
+            self._kicked.clear()
+            self._outbox.wait_for_room()
+            try:
+                self._round()
+            except lmdb.Error as error:
+                self._outbox.fail(error)
+                return
+            except OSError as error:
+                log.error("the file tier's background work failed, and goes on: %s", error)
+            if healthy_in > 0 and (healthy_in := healthy_in - max(pause, STEP_PAUSE_S)) <= 0:
+                self._state.healthy()
+
+    def _round(self) -> None:
+        if self._walk is not None and not self._closing:
+            self.step()
+        if self._shelf.reap(files=REAP_FILES):
+            self.kick()  # there may be more
+        self._rounds += 1
+        if self._walk is None or self._rounds % 64 == 0:
+            self._shelf.flush_touches()
+        if self._rounds % 16 == 0:
+            self._shelf.quarantine.recount()
+
+    def step(self) -> None:
+        """One folder of the walk. What it enters may be over the quota: that leaves at once."""
+        if self._walk is None:
+            return
+        if next(self._walk, None) is None:
+            self._walk = None
+            self._shelf.ledger.open = True
+        over = self._shelf.ledger.used - self._shelf.ledger.quota
+        if over > 0:
+            self._shelf.evict(over, reason="quota")
+
+    def close(self) -> None:
+        """Stop, after the present step."""
+        self._closing = True
+        self._kicked.set()
+        self._thread.join(5.0)

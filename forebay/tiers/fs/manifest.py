@@ -1,0 +1,346 @@
+"""What the directory holds, in LMDB: an index that can be thrown away, since the files are the truth.
+
+    chunks    key+group          -> Record
+    children  parent+group       -> first unit's digest + key          (several a parent)
+    order     class, stamp       -> key+group      class 0 is cold; the first entry is evicted first
+    leaving   key+group          -> bytes, reason  removed from sight, file still to be unlinked
+    writing   key+group          -> bytes          a file that may exist without a Record after a crash
+
+Commits don't reach the disk (`sync=False`): a killed process loses nothing, and after a power cut the
+manifest isn't trusted (see `state`). LMDB takes one writer at a time; every write here is a short transaction.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import lmdb
+import xxhash
+
+from forebay.kvstore.identity import KEY_BYTES
+from forebay.tiers.base import ChunkId
+from forebay.tiers.chunks import UNIT_BYTES
+
+_RECORD = struct.Struct("<32s32s8sQIIQQQB")
+_NAMESPACE = slice(32, 64)
+_DISK_AT = 32 + 32 + 8 + 8 + 4 + 4 + 8
+_TAIL = struct.Struct("<QB")
+_ORDER = struct.Struct(">BQ")
+_U64 = struct.Struct("<Q")
+_FIRST_STAMP = 1 << 40
+_BYTES_PER_CHUNK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One stored chunk. `unit` is `first_unit` of its tokens, `header` and `length` are the file's, `disk` is
+    what it takes; `stamp` orders by use and is the manifest's to give."""
+
+    parent: bytes
+    namespace: bytes
+    unit: bytes
+    start: int
+    tokens: int
+    header: int
+    length: int
+    disk: int
+    stamp: int = 0
+    cold: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A chunk that is out of sight and waits for its file to be unlinked."""
+
+    chunk: ChunkId
+    reason: str
+    disk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """Bytes that a commit took off the accounts because the same name had them."""
+
+    stored: int
+    leaving: int
+
+
+def first_unit(tokens: bytes) -> bytes:
+    """What children of one parent are told apart by: a digest of their first unit's tokens."""
+    return xxhash.xxh3_64_digest(tokens[:UNIT_BYTES])
+
+
+def _data(value: bytes | memoryview | None) -> bytes:
+    """What a transaction without `buffers` returned for something that is there."""
+    assert isinstance(value, bytes)
+    return value
+
+
+def _pack(chunk: ChunkId) -> bytes:
+    return chunk.key + chunk.group.to_bytes(1, "little")
+
+
+def _unpack(data: bytes) -> ChunkId:
+    return ChunkId(data[KEY_BYTES], data[:KEY_BYTES])
+
+
+def _reason(data: bytes) -> str:
+    return data[_U64.size :].decode()
+
+
+def _decode(data: bytes) -> Record:
+    parent, namespace, unit, start, tokens, header, length, disk, stamp, flags = _RECORD.unpack(data)
+    return Record(parent, namespace, unit, start, tokens, header, length, disk, stamp, bool(flags & 1))
+
+
+def _encode(record: Record) -> bytes:
+    return _RECORD.pack(
+        record.parent, record.namespace, record.unit, record.start, record.tokens, record.header, record.length,
+        record.disk, record.stamp, int(record.cold),
+    )  # fmt: skip
+
+
+class View:
+    """Reads of one moment."""
+
+    def __init__(self, txn: lmdb.Transaction, manifest: Manifest) -> None:
+        self._txn = txn
+        self._m = manifest
+
+    def get(self, chunk: ChunkId) -> Record | None:
+        """The chunk's record, None if it isn't stored."""
+        data = self._txn.get(_pack(chunk), db=self._m.chunks)
+        return None if data is None else _decode(_data(data))
+
+    def leaving(self, chunk: ChunkId) -> str | None:
+        """Why the chunk is leaving, None if it isn't."""
+        data = self._txn.get(_pack(chunk), db=self._m.leaving)
+        return None if data is None else _reason(_data(data))
+
+    def writing(self, chunk: ChunkId) -> bool:
+        """Is the chunk being written?"""
+        return self._txn.get(_pack(chunk), db=self._m.writing) is not None
+
+    def children(self, group: int, parent: bytes, unit: bytes, limit: int) -> list[ChunkId]:
+        """At most `limit` children of `parent` whose first unit has the digest `unit`."""
+        found: list[ChunkId] = []
+        with self._txn.cursor(db=self._m.children) as cursor:
+            more = cursor.set_range_dup(parent + group.to_bytes(1, "little"), unit)
+            while more and len(found) < limit and (value := _data(cursor.value())).startswith(unit):
+                found.append(ChunkId(group, value[len(unit) :]))
+                more = cursor.next_dup()
+        return found
+
+    def with_prefix(self, prefix: bytes, mask: int) -> list[tuple[ChunkId, Record]]:
+        """Records whose key begins with `prefix` and then, in its next byte's upper half, with `mask`."""
+        found = []
+        with self._txn.cursor(db=self._m.chunks) as cursor:
+            more = cursor.set_range(prefix + bytes([mask << 4]))
+            while more:
+                key = _data(cursor.key())
+                if not key.startswith(prefix) or key[len(prefix)] >> 4 != mask:
+                    break
+                found.append((_unpack(key), _decode(_data(cursor.value()))))
+                more = cursor.next()
+        return found
+
+
+class Manifest:
+    """The open manifest. Methods may be called from any thread; lmdb.Error passes through."""
+
+    def __init__(self, path: Path, map_bytes: int, *, readonly: bool = False) -> None:
+        self._env = lmdb.open(
+            str(path), map_size=map_bytes, max_dbs=8, max_readers=256, sync=False, metasync=False, mode=0o600,
+            readonly=readonly, create=not readonly,
+        )  # fmt: skip
+        self.chunks = self._env.open_db(b"chunks")
+        self.children = self._env.open_db(b"children", dupsort=True)
+        self.order = self._env.open_db(b"order")
+        self.leaving = self._env.open_db(b"leaving")
+        self.writing = self._env.open_db(b"writing")
+        # A map that is never full needs no way out of being full: deletions take pages too.
+        self.chunks_max = map_bytes // _BYTES_PER_CHUNK
+        self.path = path
+        self._newest, self._oldest = self._stamp_range()
+
+    def _stamp_range(self) -> tuple[int, int]:
+        stamps = [_FIRST_STAMP]
+        with self._env.begin() as txn, txn.cursor(db=self.order) as cursor:
+            for found in (cursor.first, lambda: cursor.set_range(_ORDER.pack(1, 0)), cursor.last):
+                if found():
+                    stamps.append(_ORDER.unpack(cursor.key())[1])
+            if cursor.set_range(_ORDER.pack(1, 0)) and cursor.prev():
+                stamps.append(_ORDER.unpack(cursor.key())[1])
+        return max(stamps), min(stamps)
+
+    @contextmanager
+    def reading(self) -> Iterator[View]:
+        """Reads of one moment. Keep it short: an old reader keeps old pages from being reused."""
+        with self._env.begin(buffers=False) as txn:
+            yield View(txn, self)
+
+    def get(self, chunk: ChunkId) -> Record | None:
+        """The chunk's record, None if it isn't stored."""
+        with self.reading() as view:
+            return view.get(chunk)
+
+    def all(self) -> Iterator[tuple[ChunkId, Record]]:
+        """Everything stored, in key order, as it was at the first step."""
+        with self._env.begin() as txn:
+            for key, data in txn.cursor(db=self.chunks):
+                yield _unpack(_data(key)), _decode(_data(data))
+
+    def count(self) -> int:
+        """How many chunks are stored."""
+        with self._env.begin() as txn:
+            return int(txn.stat(self.chunks)["entries"])
+
+    def totals(self) -> tuple[int, int]:
+        """Bytes on disk of stored and of leaving chunks, counted one by one (a second for a million)."""
+        stored = leaving = 0
+        with self._env.begin(buffers=True) as txn:
+            for _, data in txn.cursor(db=self.chunks):
+                stored += _U64.unpack_from(data, _DISK_AT)[0]
+            for _, data in txn.cursor(db=self.leaving):
+                leaving += _U64.unpack_from(data)[0]
+        return stored, leaving
+
+    def size(self) -> int:
+        """Bytes that the manifest itself takes on disk."""
+        return (self.path / "data.mdb").stat().st_blocks * 512
+
+    # --- storing ---------------------------------------------------------------------------------------
+
+    def begin_write(self, chunk: ChunkId, size: int) -> None:
+        """From now on a file may appear under the chunk's name."""
+        with self._env.begin(write=True) as txn:
+            txn.put(_pack(chunk), _U64.pack(size), db=self.writing)
+
+    def end_write(self, chunk: ChunkId) -> None:
+        """No file has appeared, or whatever did is gone."""
+        with self._env.begin(write=True) as txn:
+            txn.delete(_pack(chunk), db=self.writing)
+
+    def unfinished(self) -> list[ChunkId]:
+        """Chunks that a killed process was writing."""
+        with self._env.begin() as txn:
+            return [_unpack(key) for key, _ in txn.cursor(db=self.writing)]
+
+    def commit(self, chunk: ChunkId, record: Record, *, found: bool = False) -> Replaced:
+        """The chunk's file is in place. A file that was merely `found` counts as the least recently used."""
+        with self._env.begin(write=True) as txn:
+            packed = _pack(chunk)
+            txn.delete(packed, db=self.writing)
+            old = self._remove(txn, chunk)
+            left = txn.pop(packed, db=self.leaving)
+            if found:
+                self._oldest -= 1
+            else:
+                self._newest += 1
+            stamp = self._oldest if found else self._newest
+            data = _encode(record)
+            self._put(txn, packed, data, stamp, record.cold)
+            txn.put(record.parent + packed[KEY_BYTES:], record.unit + chunk.key, db=self.children)
+        return Replaced(old.disk if old else 0, _U64.unpack_from(left)[0] if left else 0)
+
+    def _put(self, txn: lmdb.Transaction, packed: bytes, data: bytes, stamp: int, cold: bool) -> None:
+        txn.put(packed, data[: -_TAIL.size] + _TAIL.pack(stamp, cold), db=self.chunks)
+        txn.put(_ORDER.pack(0 if cold else 1, stamp), packed, db=self.order)
+
+    def touch(self, chunks: Iterable[tuple[ChunkId, bool]]) -> None:
+        """Move chunks to the recently used end, in this order; those with True become warm if they were cold."""
+        with self._env.begin(write=True) as txn:
+            for chunk, warm in chunks:
+                packed = _pack(chunk)
+                data = txn.get(packed, db=self.chunks)
+                if data is None:
+                    continue
+                old = _decode(_data(data))
+                txn.delete(_ORDER.pack(0 if old.cold else 1, old.stamp), db=self.order)
+                self._newest += 1
+                self._put(txn, packed, data, self._newest, old.cold and not warm)
+
+    # --- removing --------------------------------------------------------------------------------------
+
+    def _remove(self, txn: lmdb.Transaction, chunk: ChunkId) -> Record | None:
+        data = txn.pop(_pack(chunk), db=self.chunks)
+        if data is None:
+            return None
+        record = _decode(_data(data))
+        txn.delete(_ORDER.pack(0 if record.cold else 1, record.stamp), db=self.order)
+        parent = record.parent + chunk.group.to_bytes(1, "little")
+        txn.delete(parent, record.unit + chunk.key, db=self.children)
+        return record
+
+    def drop(self, chunk: ChunkId) -> Record | None:
+        """Forget a stored chunk whose file is gone or has been moved."""
+        with self._env.begin(write=True) as txn:
+            return self._remove(txn, chunk)
+
+    def leave(self, chunks: Sequence[ChunkId], reason: str) -> list[Leaving]:
+        """Take chunks out of sight. Their files are still there; unknown chunks are ignored."""
+        with self._env.begin(write=True) as txn:
+            return [gone for chunk in chunks if (gone := self._leave(txn, chunk, reason)) is not None]
+
+    def _leave(self, txn: lmdb.Transaction, chunk: ChunkId, reason: str) -> Leaving | None:
+        record = self._remove(txn, chunk)
+        if record is None:
+            return None
+        txn.put(_pack(chunk), _U64.pack(record.disk) + reason.encode(), db=self.leaving)
+        return Leaving(chunk, reason, record.disk)
+
+    def leave_coldest(self, size: int, count: int, skip: Callable[[ChunkId], bool], reason: str) -> list[Leaving]:
+        """Take chunks out of sight, coldest first, until `size` bytes and `count` chunks are reached."""
+        gone: list[Leaving] = []
+        with self._env.begin(write=True) as txn:
+            victims: list[ChunkId] = []
+            taken = 0
+            with txn.cursor(db=self.order) as cursor:
+                more = cursor.first()
+                while more and (taken < size or len(victims) < count):
+                    chunk = _unpack(cursor.value())
+                    if not skip(chunk):
+                        victims.append(chunk)
+                        taken += _U64.unpack_from(_data(txn.get(cursor.value(), db=self.chunks)), _DISK_AT)[0]
+                    more = cursor.next()
+            for chunk in victims:
+                left = self._leave(txn, chunk, reason)
+                assert left is not None, "the order names a chunk that isn't stored"
+                gone.append(left)
+        return gone
+
+    def leave_namespace(self, namespace: bytes, reason: str) -> list[Leaving]:
+        """Take all chunks of a namespace (of all, if empty) out of sight, in one transaction."""
+        with self._env.begin(write=True) as txn:
+            chunks = [
+                _unpack(key)
+                for key, data in txn.cursor(db=self.chunks)
+                if not namespace or data[_NAMESPACE] == namespace
+            ]
+            return [gone for chunk in chunks if (gone := self._leave(txn, chunk, reason)) is not None]
+
+    def list_leaving(self, limit: int, after: ChunkId | None = None) -> list[Leaving]:
+        """At most `limit` chunks whose files are to be unlinked, in key order, behind `after`."""
+        found: list[Leaving] = []
+        with self._env.begin() as txn, txn.cursor(db=self.leaving) as cursor:
+            more = cursor.set_range(_pack(after) + b"\0") if after else cursor.first()
+            while more and len(found) < limit:
+                data = _data(cursor.value())
+                found.append(Leaving(_unpack(_data(cursor.key())), _reason(data), _U64.unpack_from(data)[0]))
+                more = cursor.next()
+        return found
+
+    def bury(self, chunk: ChunkId) -> None:
+        """A leaving chunk's file is gone."""
+        with self._env.begin(write=True) as txn:
+            txn.delete(_pack(chunk), db=self.leaving)
+
+    def close(self) -> None:
+        """Flush to disk and close."""
+        if not self._env.flags()["readonly"]:
+            self._env.sync(True)
+        self._env.close()

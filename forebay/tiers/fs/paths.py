@@ -1,0 +1,74 @@
+"""Where things are in a file tier's directory.
+
+    <directory>/
+      .lock                    flock of the process that serves it
+      .state/                  manifest (or elsewhere: --state-dir)
+      chunks/ab/c/<name>       one chunk a file; the name is the chunk's id in hex, ab c its first three digits
+      tmp/                     files being written, where the filesystem can't make nameless ones
+      quarantine/              what didn't verify, moved aside
+      namespaces/<id>          encoded namespaces, for people and listings
+
+A name is made of hex digits of a digest and nothing else, so nobody's text ever becomes a path.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from forebay.kvstore.identity import KEY_BYTES
+from forebay.tiers.base import ChunkId
+
+GROUPS_MAX = 256
+_NAME = re.compile(r"[0-9a-f]{64}-[0-9a-f]{2}")
+
+
+def chunk_name(chunk: ChunkId) -> str:
+    """The file name of a chunk."""
+    assert len(chunk.key) == KEY_BYTES and 0 <= chunk.group < GROUPS_MAX, chunk
+    return f"{chunk.key.hex()}-{chunk.group:02x}"
+
+
+def chunk_of_name(name: str) -> ChunkId | None:
+    """The chunk that a file name stands for; None if it is no chunk's name."""
+    if not _NAME.fullmatch(name):
+        return None
+    return ChunkId(int(name[65:], 16), bytes.fromhex(name[:64]))
+
+
+def fan_out(name: str) -> str:
+    """The folder of a name, relative to `chunks`."""
+    return f"{name[:2]}/{name[2]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Paths in one directory."""
+
+    root: Path
+
+    @property
+    def lock(self) -> Path:
+        return self.root / ".lock"
+
+    @property
+    def chunks(self) -> Path:
+        return self.root / "chunks"
+
+    @property
+    def tmp(self) -> Path:
+        return self.root / "tmp"
+
+    @property
+    def quarantine(self) -> Path:
+        return self.root / "quarantine"
+
+    @property
+    def namespaces(self) -> Path:
+        return self.root / "namespaces"
+
+    def chunk(self, chunk: ChunkId) -> str:
+        """The path of a chunk's file, as text because the hot path wants no more."""
+        name = chunk_name(chunk)
+        return f"{self.root}/chunks/{name[:2]}/{name[2]}/{name}"

@@ -1,0 +1,118 @@
+"""Loading: from a file into a slot of the pool, all of it verified before it is reported."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+import lmdb
+
+from forebay.errors import CorruptChunk
+from forebay.kvstore.header import ChunkHeader, decode_header
+from forebay.kvstore.layout import ALIGNMENT
+from forebay.tiers.base import JobResult, LoadJob
+from forebay.tiers.chunks import verify_payload
+from forebay.tiers.fs.complaints import complain
+from forebay.tiers.fs.device import AlignedBuffer, Expected, Loaded, reason_of
+from forebay.tiers.fs.inspect import read_front
+from forebay.tiers.fs.manifest import Record
+from forebay.tiers.fs.outbox import Outbox
+from forebay.tiers.fs.shelf import Shelf
+
+log = logging.getLogger("forebay.tier.fs")
+
+_STILL_READABLE = ("evicted", "replaced")
+"""What leaves for these reasons was promised rightly and may be read until its file is gone."""
+
+
+class Reader:
+    """Runs load jobs on the read threads. The caller has pinned the chunk; it is unpinned here."""
+
+    def __init__(self, shelf: Shelf, outbox: Outbox, clock: Callable[[], float]) -> None:
+        self._shelf = shelf
+        self._outbox = outbox
+        self._clock = clock
+        self._local = threading.local()
+        self.counts: Counter[str] = Counter()
+
+    def run(self, job: LoadJob, memory: memoryview, due: float) -> None:
+        """Load one job into `memory` and report it, whatever happens. `due` is its deadline on the clock."""
+        result = JobResult(job.id, False, "io")
+        try:
+            result = self._load(job, memory) if self._clock() <= due else JobResult(job.id, False, "late")
+            if result.ok and self._clock() > due:
+                result = JobResult(job.id, False, "late")
+        except lmdb.Error as error:
+            self._outbox.fail(error)
+        except Exception:
+            log.exception("loading %s failed", job.chunk.key.hex())
+        finally:
+            self._shelf.unpin(job.chunk)
+            self.counts[f"loads_{result.reason}" if result.reason else "loads_ok"] += 1
+            self._outbox.finish(result)
+
+    def _load(self, job: LoadJob, memory: memoryview) -> JobResult:
+        with self._shelf.manifest.reading() as view:
+            record = view.get(job.chunk)
+            leaving = view.leaving(job.chunk)
+        if leaving is not None and leaving not in _STILL_READABLE:
+            return JobResult(job.id, False, "missing")
+        path = self._shelf.device.paths.chunk(job.chunk)
+        inode = 0
+        try:
+            direct = self._wants_direct(job, record)
+            descriptor = self._shelf.device.open(path, direct=direct)
+            try:
+                inode = os.fstat(descriptor).st_ino
+                loaded = self._read(job, descriptor, record, memory, direct=direct)
+            finally:
+                os.close(descriptor)
+            verify_payload(self._checked_header(job, loaded, record), memory[: loaded.payload_length])
+        except CorruptChunk as error:
+            self._shelf.damaged(job.chunk, inode, str(error))
+            return JobResult(job.id, False, "corrupt")
+        except OSError as error:
+            return self._failed(job, error)
+        self._shelf.touch([job.chunk], loaded=True)
+        self.counts["loaded_bytes"] += len(loaded.block) + loaded.payload_length
+        return JobResult(job.id, True, "", loaded.block, loaded.payload_length)
+
+    def _wants_direct(self, job: LoadJob, record: Record | None) -> bool:
+        # Without a record the header comes first, by a read that O_DIRECT wouldn't take as it is.
+        if record is None:
+            return False
+        aligned = job.payload_offset % ALIGNMENT == 0 and record.header % ALIGNMENT == 0
+        return self._shelf.device.wants_direct(record.length, aligned=aligned)
+
+    def _read(
+        self, job: LoadJob, descriptor: int, record: Record | None, memory: memoryview, *, direct: bool
+    ) -> Loaded:
+        device = self._shelf.device
+        buffer = getattr(self._local, "buffer", None)
+        if buffer is None:
+            buffer = self._local.buffer = AlignedBuffer()
+        known = Expected(record.header, record.length) if record else read_front(device, descriptor).expected
+        if known.length - known.header > job.capacity:
+            raise CorruptChunk(f"payload of {known.length - known.header} bytes, the slot takes {job.capacity}")
+        return device.read(descriptor, known, memory, buffer, direct=direct)
+
+    def _checked_header(self, job: LoadJob, loaded: Loaded, record: Record | None) -> ChunkHeader:
+        header = decode_header(loaded.block)
+        if (header.group, header.key) != (job.chunk.group, job.chunk.key):
+            raise CorruptChunk("the file holds another chunk than its name says")
+        if record is not None and (header.parent, header.namespace, header.token_count) != (
+            record.parent, record.namespace, record.tokens
+        ):  # fmt: skip
+            raise CorruptChunk("the header says other things than the manifest")
+        return header
+
+    def _failed(self, job: LoadJob, error: OSError) -> JobResult:
+        reason = reason_of(error)
+        if reason == "missing":
+            self._shelf.vanished(job.chunk)
+            return JobResult(job.id, False, "missing")
+        complain("load", "a load failed: %s", error)
+        return JobResult(job.id, False, "io")

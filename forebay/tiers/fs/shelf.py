@@ -1,0 +1,264 @@
+"""Files, manifest and byte account of one directory, kept in step.
+
+Every change to one chunk's file happens under that chunk's stripe lock, together with its entry in the
+manifest. Across a crash the order of the two steps is what counts:
+
+    store    note "writing", name the file, commit      a file without a record is found by its note
+    remove   commit "leaving", unlink, bury             a leaving chunk is out of sight and is unlinked at start
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Sequence
+
+from forebay.errors import CorruptChunk
+from forebay.kvstore.header import ChunkHeader
+from forebay.tiers.base import ChunkId, TierChange
+from forebay.tiers.chunks import header_block
+from forebay.tiers.fs.complaints import complain
+from forebay.tiers.fs.device import Device, TempFile
+from forebay.tiers.fs.inspect import Front, front_of
+from forebay.tiers.fs.ledger import Ledger
+from forebay.tiers.fs.manifest import Leaving, Manifest, Record, first_unit
+from forebay.tiers.fs.outbox import Outbox
+from forebay.tiers.fs.quarantine import Quarantine
+
+STRIPES = 64
+TOUCHES_MAX = 4096
+
+
+def record_of(header: ChunkHeader, block_length: int, disk: int, *, cold: bool) -> Record:
+    """The manifest's record of a chunk with this header."""
+    return Record(
+        parent=header.parent, namespace=header.namespace, unit=first_unit(header.tokens), start=header.start,
+        tokens=header.token_count, header=block_length, length=block_length + header.payload_length,
+        disk=disk, cold=cold,
+    )  # fmt: skip
+
+
+class Shelf:
+    """See the module's text. Methods may be called from any thread, and block on the disk unless they say not."""
+
+    def __init__(
+        self, device: Device, manifest: Manifest, ledger: Ledger, quarantine: Quarantine, outbox: Outbox
+    ) -> None:
+        self.device = device
+        self.manifest = manifest
+        self.ledger = ledger
+        self.quarantine = quarantine
+        self._outbox = outbox
+        self._stripes = [threading.Lock() for _ in range(STRIPES)]
+        self._evicting = threading.Lock()
+        self._pins: Counter[ChunkId] = Counter()
+        self._pins_lock = threading.Lock()
+        self._touches: dict[ChunkId, bool] = {}
+        self._touches_lock = threading.Lock()
+        self.counts: Counter[str] = Counter()
+
+    def _stripe(self, chunk: ChunkId) -> threading.Lock:
+        return self._stripes[chunk.key[-1] % STRIPES]
+
+    # --- recency and pins ------------------------------------------------------------------------------
+
+    def touch(self, chunks: Sequence[ChunkId], *, loaded: bool = False) -> bool:
+        """Note uses, in this order; written to the manifest later. True if it is time to do that.
+
+        Doesn't block. A cold chunk that is `loaded` isn't cold any more.
+        """
+        with self._touches_lock:
+            for chunk in chunks:
+                self._touches[chunk] = self._touches.pop(chunk, False) or loaded
+            return len(self._touches) >= TOUCHES_MAX
+
+    def flush_touches(self) -> None:
+        """Write noted uses to the manifest."""
+        with self._touches_lock:
+            touches, self._touches = self._touches, {}
+        if touches:
+            self.manifest.touch(touches.items())
+
+    def pin(self, chunk: ChunkId) -> None:
+        """Someone is about to read this chunk: it isn't evicted meanwhile. Doesn't block."""
+        with self._pins_lock:
+            self._pins[chunk] += 1
+
+    def unpin(self, chunk: ChunkId) -> None:
+        """The opposite of one `pin`."""
+        with self._pins_lock:
+            self._pins[chunk] -= 1
+            if self._pins[chunk] <= 0:
+                del self._pins[chunk]
+
+    def _pinned(self, chunk: ChunkId) -> bool:
+        return chunk in self._pins
+
+    # --- coming ----------------------------------------------------------------------------------------
+
+    def make_room(self, size: int) -> bool:
+        """Reserve `size` bytes, evicting until they fit. False if they can't."""
+        while True:
+            missing = self.ledger.reserve(size)
+            if missing == 0:
+                return True
+            if not self.ledger.open:
+                return False
+            if not self.evict(missing):
+                # Somebody else may have freed room while we found nothing.
+                return self.ledger.reserve(size) == 0
+
+    def publish(self, chunk: ChunkId, temp: TempFile, front: Front, reserved: int, *, cold: bool) -> None:
+        """Name a written file and enter it; `reserved` bytes become what it really takes.
+
+        Raises OSError, and then file and reservation are still the caller's.
+        """
+        record = record_of(front.header, len(front.block), temp.disk, cold=cold)
+        with self._stripe(chunk):
+            path = self.device.paths.chunk(chunk)
+            self.device.publish(temp, path)
+            try:
+                replaced = self.manifest.commit(chunk, record)
+            except BaseException:
+                self.device.remove(path)  # or nobody would count its bytes
+                raise
+            self.ledger.move(stored=record.disk - replaced.stored, leaving=-replaced.leaving, reserved=-reserved)
+            self._outbox.change(TierChange(chunk, True, "", header_block(front.block)))
+
+    def adopt(self, chunk: ChunkId) -> bool:
+        """Enter a file that is there without a record, if its header is right; else move it aside."""
+        path = self.device.paths.chunk(chunk)
+        with self._stripe(chunk):
+            with self.manifest.reading() as view:
+                if view.get(chunk) is not None or view.leaving(chunk) is not None:
+                    return False
+            try:
+                front = front_of(self.device, path)
+            except CorruptChunk as error:
+                self._move_aside(chunk, str(error))
+                return False
+            except OSError:
+                self.manifest.end_write(chunk)
+                return False
+            self.manifest.commit(chunk, record_of(front.header, len(front.block), front.disk, cold=False), found=True)
+            self.ledger.move(stored=front.disk)
+            self._outbox.change(TierChange(chunk, True, "", header_block(front.block)))
+        self.counts["adopted"] += 1
+        return True
+
+    # --- going -----------------------------------------------------------------------------------------
+
+    def evict(self, size: int, count: int = 0, reason: str = "evicted") -> bool:
+        """Remove the coldest chunks, `size` bytes or more. False if nothing could be removed."""
+        with self._evicting:
+            freed = self.reap(enough=size)
+            if freed >= size and not count:
+                return True
+            self.flush_touches()
+            gone = self.manifest.leave_coldest(size - freed, count, self._pinned, reason)
+            self._now_leaving(gone)
+            self.counts["evicted"] += len(gone)
+            freed += sum(self._unlink(left) for left in gone)
+            return freed > 0
+
+    def remove(self, chunks: Sequence[ChunkId], reason: str) -> int:
+        """Take chunks out of sight; `reap` unlinks their files. Doesn't wait for the disk."""
+        gone = self.manifest.leave(chunks, reason)
+        self._now_leaving(gone)
+        return len(gone)
+
+    def remove_namespace(self, namespace: bytes) -> int:
+        """Take a namespace's chunks (all, if empty) out of sight; how many. Doesn't wait for the disk."""
+        gone = self.manifest.leave_namespace(namespace, "cleared")
+        self._now_leaving(gone)
+        return len(gone)
+
+    def _now_leaving(self, gone: Sequence[Leaving]) -> None:
+        size = sum(left.disk for left in gone)
+        self.ledger.move(stored=-size, leaving=size)
+
+    def reap(self, *, enough: int | None = None, files: int | None = None) -> int:
+        """Unlink the files of leaving chunks that nobody reads; returns the freed bytes.
+
+        Stops at `enough` bytes, or when it has looked at about `files`.
+        """
+        freed, seen, last = 0, 0, None
+        while self.ledger.leaving and (some := self.manifest.list_leaving(64, last)):
+            freed += sum(self._unlink(left) for left in some)
+            seen += len(some)
+            last = some[-1].chunk
+            if (enough is not None and freed >= enough) or (files is not None and seen >= files):
+                break
+        return freed
+
+    def _unlink(self, left: Leaving) -> int:
+        path = self.device.paths.chunk(left.chunk)
+        with self._stripe(left.chunk):
+            if self._pinned(left.chunk):
+                return 0
+            with self.manifest.reading() as view:
+                if view.leaving(left.chunk) is None:
+                    return 0  # stored again meanwhile, or somebody else was faster
+            block = self._known_block(path)
+            try:
+                self.device.remove(path)
+            except OSError as error:
+                self.counts["unlink_errors"] += 1
+                complain("unlink", "can't remove %s: %s", path, error.strerror)
+                return 0
+            self.manifest.bury(left.chunk)
+            self.ledger.move(leaving=-left.disk)
+            self._outbox.change(TierChange(left.chunk, False, left.reason, block))
+        return left.disk
+
+    def _known_block(self, path: str) -> bytes:
+        """The header block of a file that is about to go, for whoever wants to know what it was."""
+        try:
+            return header_block(front_of(self.device, path).block)
+        except (CorruptChunk, OSError):
+            return b""
+
+    def vanished(self, chunk: ChunkId) -> bool:
+        """A stored chunk's file was not there: forget the chunk, if that is still so."""
+        with self._stripe(chunk):
+            if os.path.lexists(self.device.paths.chunk(chunk)):
+                return False
+            record = self.manifest.drop(chunk)
+            if record is None:
+                return False
+            self.ledger.move(stored=-record.disk)
+            self.counts["vanished"] += 1
+            self._outbox.change(TierChange(chunk, False, "evicted"))
+            return True
+
+    def foreign(self, path: str) -> None:
+        """Something in the chunks' folders is no chunk: move it aside, unless it is a folder."""
+        if os.path.isdir(path) and not os.path.islink(path):
+            return
+        complain("foreign", "%s is moved aside: no chunk has such a name", path)
+        self.counts["foreign"] += 1
+        self.quarantine.take(path)
+
+    def damaged(self, chunk: ChunkId, inode: int, why: str) -> None:
+        """A chunk's file did not verify: move it aside. `inode` 0 or the file that was read."""
+        with self._stripe(chunk):
+            try:
+                status = os.lstat(self.device.paths.chunk(chunk))
+            except FileNotFoundError:
+                return
+            if inode in (0, status.st_ino):
+                self._move_aside(chunk, why)
+
+    def _move_aside(self, chunk: ChunkId, why: str) -> None:
+        path = self.device.paths.chunk(chunk)
+        block = self._known_block(path)
+        complain("corrupt", "%s is moved aside: %s", path, why)
+        record = self.manifest.drop(chunk)
+        self.manifest.end_write(chunk)
+        # Counted twice for a moment rather than not at all: a reservation may be made in between.
+        self.quarantine.take(path)
+        self.counts["corrupt"] += 1
+        if record is not None:
+            self.ledger.move(stored=-record.disk)
+            self._outbox.change(TierChange(chunk, False, "corrupt", block))

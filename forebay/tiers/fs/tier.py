@@ -1,0 +1,232 @@
+"""The file tier: its parts put together behind the tier interface.
+
+    submit_store -> write threads: Writer -> Device (file) -> Shelf (name, manifest, account)
+    submit_load  -> read threads:  Reader -> Device -> verify
+    lookup       -> Finder: manifest, cached headers
+    background   -> Keeper: unlink, recency, reconcile
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import lmdb
+
+from forebay.errors import NoSpace
+from forebay.tiers.base import (
+    ChunkId,
+    JobResult,
+    LoadJob,
+    LookupResult,
+    Query,
+    SecondaryTier,
+    StoreJob,
+    TierChange,
+    TierStats,
+)
+from forebay.tiers.errors import TierFailed
+from forebay.tiers.fs.device import Device
+from forebay.tiers.fs.finder import Finder, HeaderCache
+from forebay.tiers.fs.keeper import Keeper
+from forebay.tiers.fs.ledger import Ledger
+from forebay.tiers.fs.manifest import Manifest
+from forebay.tiers.fs.namespaces import NamespaceFiles
+from forebay.tiers.fs.opening import directory_id, explained, lock_directory, make_folders
+from forebay.tiers.fs.options import FsOptions, fs_options
+from forebay.tiers.fs.outbox import Outbox
+from forebay.tiers.fs.paths import Paths
+from forebay.tiers.fs.pool import Task, WorkPool
+from forebay.tiers.fs.probe import probe
+from forebay.tiers.fs.quarantine import Quarantine
+from forebay.tiers.fs.reader import Reader
+from forebay.tiers.fs.reconcile import finish_interrupted, reconcile, remove_leftovers
+from forebay.tiers.fs.shelf import Shelf
+from forebay.tiers.fs.state import State
+from forebay.tiers.fs.writer import Writer
+
+log = logging.getLogger("forebay.tier.fs")
+
+REBUILD_FIRST_S = 2.0
+"""So long a start waits for the walk when there is no manifest; what is left goes on beside normal work."""
+CLOSE_S = 10.0
+_BROKEN = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError, lmdb.BadTxnError)
+
+
+class FsTier(SecondaryTier):
+    """Chunks as files in one directory. See the module's text, and `FsOptions` for the settings."""
+
+    def __init__(
+        self,
+        name: str,
+        options: Mapping[str, object],
+        *,
+        device: Callable[[Paths, FsOptions], Device] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Open the directory. Raises ConfigError, AlreadyRunning, NotWritable, NoSpace."""
+        self.name = name
+        self.options = found = fs_options(name, options)
+        self._clock = clock
+        self._paths = Paths(found.path)
+        self._extents: dict[int, memoryview] = {}
+        self._outbox = Outbox()
+        make_folders(self._paths)
+        self._lock = lock_directory(self._paths)
+        try:
+            self._open_parts(device)
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def _open_parts(self, device: Callable[[Paths, FsOptions], Device] | None) -> None:
+        options = self.options
+        self._state = State(options.state_path, directory_id(self._lock, self._paths))
+        ledger = Ledger(options.quota_bytes)
+        manifest, self._rebuilt = self._open_manifest(ledger)
+        quarantine = Quarantine(self._paths.quarantine, ledger, options.quarantine_files, options.quarantine_cap)
+        dev = device(self._paths, options) if device else Device(self._paths, options.odirect, options.fsync == "file")
+        self._shelf = shelf = Shelf(dev, manifest, ledger, quarantine, self._outbox)
+        self._namespaces = NamespaceFiles(self._paths.namespaces, ledger)
+        self._cache = HeaderCache()
+        try:
+            with explained(self._paths.root):
+                self._leftovers = remove_leftovers(shelf)
+                quarantine.recount()
+                self._namespaces.open()
+                finish_interrupted(shelf)
+                probe(shelf, options.odirect)
+                self._start_keeper()
+        except BaseException:
+            manifest.close()
+            raise
+        self._readers = WorkPool("fs-read", options.read_threads, options.read_queue_bytes)
+        self._writers = WorkPool("fs-write", options.write_threads, options.write_queue_bytes)
+        self._reader = Reader(shelf, self._outbox, self._clock)
+        self._writer = Writer(shelf, self._outbox, self._cache)
+        self._finder = Finder(shelf, self._cache, self._submit_read, self._outbox.wake)
+        self._keeper.start()
+
+    def _open_manifest(self, ledger: Ledger) -> tuple[Manifest, str]:
+        """The manifest, its bytes entered into the ledger; and why it had to be thrown away, if so."""
+        rebuild = self.options.recover == "rebuild"
+        with explained(self.options.state_path):
+            why = self._state.open(rebuild=rebuild) or ""
+            try:
+                return self._counted_manifest(ledger), why
+            except lmdb.DiskError as error:
+                raise NoSpace(f"no space for the manifest in {self.options.state_path}: {error}") from error
+            except _BROKEN as error:
+                self._state.discard()
+                self._state.manifest.mkdir(mode=0o700)
+                return self._counted_manifest(ledger), f"it can't be read: {error}"
+
+    def _counted_manifest(self, ledger: Ledger) -> Manifest:
+        manifest = Manifest(self._state.manifest, self.options.map_bytes)
+        stored, leaving = manifest.totals()
+        ledger.move(stored=stored, leaving=leaving)
+        return manifest
+
+    def _start_keeper(self) -> None:
+        """Without a manifest nothing is reserved until the walk has counted what is on the disk."""
+        shelf = self._shelf
+        self._keeper = Keeper(shelf, self._outbox, self._state, reconcile(shelf), fast=bool(self._rebuilt))
+        if self._rebuilt:
+            shelf.ledger.open = False
+            until = time.monotonic() + REBUILD_FIRST_S
+            while not self._keeper.reconciled and time.monotonic() < until:
+                self._keeper.step()
+            if found := shelf.manifest.count():
+                log.info("%s: manifest built anew (%s), %d chunks so far", self._paths.root, self._rebuilt, found)
+
+    # --- the interface ---------------------------------------------------------------------------------
+
+    def set_waker(self, wake: Callable[[], None]) -> None:
+        self._outbox.set_waker(wake)
+        wake()  # opening may have left changes
+
+    def attach_extent(self, extent: int, memory: memoryview) -> None:
+        self._extents[extent] = memory
+
+    def note_namespace(self, namespace: bytes, encoded: bytes) -> None:
+        self._namespaces.note(namespace, encoded)
+
+    def lookup(self, queries: Sequence[Query]) -> list[LookupResult]:
+        return self._finder.lookup(queries)
+
+    def submit_store(self, job: StoreJob) -> None:
+        memory = self._extents[job.extent][job.offset : job.offset + job.length]
+        task = Task(lambda: self._writer.run(job, memory), lambda: self._drop(job.id), job.length)
+        if not self._writers.submit(task):
+            self._drop(job.id)
+
+    def submit_load(self, job: LoadJob) -> None:
+        memory = self._extents[job.extent][job.payload_offset : job.payload_offset + job.capacity]
+        due = self._clock() + job.deadline_s
+        self._shelf.pin(job.chunk)
+        task = Task(lambda: self._reader.run(job, memory, due), lambda: self._drop_load(job), job.capacity)
+        if not self._readers.submit(task):
+            self._drop_load(job)
+
+    def _submit_read(self, run: Callable[[], None], size: int) -> bool:
+        return self._readers.submit(Task(run, self._outbox.wake, size))
+
+    def _drop(self, job_id: int) -> None:
+        self._shelf.counts["jobs_dropped"] += 1
+        self._outbox.finish(JobResult(job_id, False, "dropped"))
+
+    def _drop_load(self, job: LoadJob) -> None:
+        self._shelf.unpin(job.chunk)
+        self._drop(job.id)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        results = self._outbox.take_results()
+        if not results and self._outbox.failure is not None:
+            self._state.distrust()
+            raise TierFailed(f"the manifest in {self.options.state_path} is broken: {self._outbox.failure}")
+        return results
+
+    def take_changes(self) -> Iterable[TierChange]:
+        return self._outbox.take_changes()
+
+    def forget(self, chunks: Sequence[ChunkId], reason: str) -> None:
+        self._shelf.remove(chunks, reason)
+        self._keeper.kick()
+
+    def clear(self, namespace: bytes) -> int:
+        count = self._shelf.remove_namespace(namespace)
+        self._keeper.kick()
+        return count
+
+    def statistics(self) -> TierStats:
+        shelf, ledger = self._shelf, self._shelf.ledger
+        counts = shelf.counts + shelf.device.counts + self._reader.counts + self._writer.counts + self._finder.counts
+        gauges = {
+            "bytes": ledger.used, "bytes_quota": ledger.quota, "chunks": shelf.manifest.count(),
+            "queue_bytes": self._readers.bytes + self._writers.bytes,
+            "read_queue_bytes": self._readers.bytes, "write_queue_bytes": self._writers.bytes,
+            "bytes_stored": ledger.stored, "bytes_leaving": ledger.leaving, "bytes_reserved": ledger.reserved,
+            "quarantine_bytes": ledger.quarantine, "quarantine_files": len(shelf.quarantine),
+            "chunks_max": shelf.manifest.chunks_max, "manifest_bytes": shelf.manifest.size(),
+            "header_cache_bytes": self._cache.bytes, "changes_waiting": self._outbox.waiting,
+            "namespaces": len(self._namespaces), "task_crashes": self._readers.crashes + self._writers.crashes,
+            "reconciled": int(self._keeper.reconciled), "odirect": int(shelf.device.direct),
+            "leftovers_removed": self._leftovers,
+        }  # fmt: skip
+        values = {key: float(value) for key, value in (*counts.items(), *gauges.items())}
+        info = {"kind": "fs", "directory": str(self._paths.root), "state_dir": str(self.options.state_path)}
+        return TierStats(values, info)
+
+    def close(self) -> None:
+        self._outbox.close()
+        self._keeper.close()
+        ended = self._writers.close(CLOSE_S) and self._readers.close(CLOSE_S)
+        if self._outbox.failure is None and ended:
+            self._shelf.flush_touches()
+            self._shelf.manifest.close()
+            self._state.close()
+        if ended:
+            self._extents.clear()
+            os.close(self._lock)
