@@ -1,0 +1,5 @@
+"""`python -m forebay`."""
+
+from forebay.cli.main import main
+
+raise SystemExit(main())

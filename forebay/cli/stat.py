@@ -1,0 +1,70 @@
+"""What a store holds and does: figures by tier, namespaces, event streams.
+
+example:
+  forebay stat --socket /run/forebay/store.sock --watch
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+from forebay.cli.places import default_socket
+from forebay.cli.tables import bytes_text, figure, table
+from forebay.kvstore.client import StoreClient
+from forebay.kvstore.protocol import Stats
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add this command's flags."""
+    parser.add_argument("--socket", default=str(default_socket()), help="the store's unix socket (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    parser.add_argument("--watch", action="store_true", help="again every second, until interrupted")
+
+
+def run(flags: dict[str, Any]) -> int:
+    """Print the store's figures."""
+    with StoreClient(flags["socket"]) as client:
+        while True:
+            stats = client.stats()
+            if flags["watch"] and sys.stdout.isatty():
+                print("\033[2J\033[H", end="")
+            print(as_json(stats) if flags["json"] else as_text(stats), flush=True)
+            if not flags["watch"]:
+                return 0
+            time.sleep(1)
+
+
+def as_json(stats: Stats) -> str:
+    """All of it as one line."""
+    return json.dumps(
+        {
+            "boot": stats.boot.hex(), "pid": stats.pid, "values": stats.values, "info": stats.info,
+            "namespaces": stats.namespaces, "tiers": stats.tiers,
+        }
+    )  # fmt: skip
+
+
+def as_text(stats: Stats) -> str:
+    """All of it for people."""
+    values = stats.values
+    used, budget = values.get("host.bytes_used", 0), values.get("host.bytes_budget", 0)
+    head = f"store {stats.boot.hex()[:8]}, pid {stats.pid}: {bytes_text(used)} of {bytes_text(budget)} in use"
+    parts = [head, ""]
+    parts += [f"  {name}: {text}" for name, text in sorted(stats.info.items())]
+    for tier in stats.tiers:
+        rest = ", ".join(f"{key} {value}" for key, value in tier.items() if key != "name")
+        parts.append(f"  tier {tier['name']}: {rest}")
+    if stats.namespaces:
+        columns = ("id", "label", "chunks", "bytes", "chunk_tokens", "compute", "groups")
+        rows = [
+            [ns["id"][:16], ns["label"], ns["chunks"], bytes_text(float(ns["bytes"])), *(ns[c] for c in columns[4:])]
+            for ns in stats.namespaces
+        ]
+        parts += ["", table(("namespace", *columns[1:]), rows, right=(2, 3, 4))]
+    rows = [[name, figure(name, value)] for name, value in sorted(values.items())]
+    parts += ["", table(("figure", "value"), rows, right=(1,))]
+    return "\n".join(parts)

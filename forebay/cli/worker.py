@@ -1,0 +1,55 @@
+"""A compute worker: loads a model, serves front ends, keeps its KV cache in a store.
+
+example:
+  forebay worker ./gemma-3-270m --listen unix:///run/forebay/w0.sock --store unix:///run/forebay/store.sock
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from forebay.config import Setting, add_settings, at_least, duration, one_of, path, resolve, size
+from forebay.errors import ConfigError
+
+SETTINGS = (
+    Setting("model", path, None, "safetensors directory or GGUF file", positional=True),
+    Setting("listen", str, None, "unix socket for front ends, mode 0600"),
+    Setting("store", str, None, "unix socket of the store; none: the cache ends with the process"),
+    Setting("dtype", one_of("auto", "float32", "bfloat16", "float16", "float64"), "auto", "of weights, arithmetic, KV"),
+    Setting("device", str, "cpu", "cpu, cuda or cuda:N"),
+    Setting("chunk_tokens", at_least(16), 256, "tokens of a sealed chunk; workers that share a cache agree on it"),
+    Setting("device_memory", size, 1 << 30, "bytes of the device block pool", shown="1GiB"),
+    Setting("max_tokens", at_least(16), None, "tokens of the full-attention pool, instead of device_memory"),
+    Setting("max_batch_tokens", at_least(1), 512, "tokens that one step feeds at most"),
+    Setting("max_running", at_least(1), 16, "requests that compute at once"),
+    Setting("max_waiting", at_least(1), 256, "requests that may queue"),
+    Setting("lookup_deadline", duration, 2.0, "how long a lookup may wait for the store's tiers", shown="2s"),
+    Setting("push_queue", size, 256 << 20, "bytes that may wait to be stored; beyond it chunks are dropped", shown="256MiB"),
+    Setting("drain", duration, 5.0, "how long a stop waits for the last pushes", shown="5s"),
+    Setting("events", str, None, "ZMQ endpoint of the device pool's KV events"),
+    Setting("replay", str, None, "ZMQ endpoint of their replay"),
+    Setting("threads", at_least(0), 0, "compute threads; 0 leaves it to torch"),
+    Setting("label", str, "", "the model's name for people and topics", shown="last part of its path"),
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add this command's flags."""
+    add_settings(parser, SETTINGS)
+
+
+def run(flags: dict[str, Any]) -> int:
+    """Run the worker until it is stopped."""
+    values = resolve("worker", SETTINGS, flags)
+    if values["model"] is None or values["listen"] is None:
+        raise ConfigError("a worker needs MODEL and --listen, such as --listen unix:///run/forebay/w0.sock")
+    from forebay.workers.config import WorkerConfig
+    from forebay.workers.worker import run_worker
+
+    values["lookup_deadline_ms"] = int(1000 * values.pop("lookup_deadline"))
+    values["push_queue_bytes"] = values.pop("push_queue")
+    values["drain_s"] = values.pop("drain")
+    values["events_replay"] = values.pop("replay")
+    run_worker(WorkerConfig(**values))
+    return 0

@@ -1,0 +1,185 @@
+"""Settings of commands: one table each, from which flags, environment, TOML and help all come.
+
+    flags  >  FOREBAY_<COMMAND>_<NAME>  >  [command] in the TOML file of --config  >  default
+
+A value that can't be used is refused by name, with where it came from and what it takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from forebay.errors import ConfigError
+
+Parser = Callable[[str], Any]
+
+_SIZES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_SIZES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_TIMES = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def size(text: str) -> int:
+    """Bytes: 1048576, 512MiB, 2GiB, 10GB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    unit = _SIZES.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ValueError("takes a size such as 512MiB or 2GiB")
+    value = int(float(match[1]) * unit)
+    if value <= 0:
+        raise ValueError("must be more than nothing")
+    return value
+
+
+def duration(text: str) -> float:
+    """Seconds: 500ms, 2s, 5m, 1h."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)", text.strip())
+    if match is None:
+        raise ValueError("takes a duration such as 500ms, 2s or 5m")
+    return float(match[1]) * _TIMES[match[2]]
+
+
+def at_least(low: int) -> Parser:
+    """An integer not below `low`."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"-?\d+", text.strip()) or int(text) < low:
+            raise ValueError(f"takes a whole number of at least {low}")
+        return int(text)
+
+    return parse
+
+
+def port(text: str) -> int:
+    """A TCP port."""
+    if not text.strip().isdigit() or not 0 < int(text) < 65536:
+        raise ValueError("takes a port between 1 and 65535")
+    return int(text)
+
+
+def one_of(*names: str) -> Parser:
+    """One of these words."""
+
+    def parse(text: str) -> str:
+        if text not in names:
+            raise ValueError(f"takes one of {', '.join(names)}")
+        return text
+
+    return parse
+
+
+def path(text: str) -> Path:
+    """A path; ~ is the home directory."""
+    if not text:
+        raise ValueError("takes a path")
+    return Path(text).expanduser()
+
+
+def boolean(text: str) -> bool:
+    """true or false."""
+    if text.lower() in ("true", "yes", "1", "on"):
+        return True
+    if text.lower() in ("false", "no", "0", "off"):
+        return False
+    raise ValueError("takes true or false")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting. `name` as in TOML (with underscores); the flag has dashes. A `positional` one has no flag.
+    `default` is shown as it is; `shown` replaces it in the help where it is computed."""
+
+    name: str
+    parse: Parser
+    default: Any
+    help: str
+    shown: str = ""
+    positional: bool = False
+    switch: bool = False
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+
+class Arguments(argparse.ArgumentParser):
+    """argparse that reports through ConfigError, so that every wrong setting ends the same way."""
+
+    def error(self, message: str) -> NoReturn:
+        """argparse: a wrong command line."""
+        raise ConfigError(f"{message} (see `{self.prog} --help`)")
+
+
+def add_settings(parser: argparse.ArgumentParser, settings: Sequence[Setting]) -> None:
+    """Add a flag for each setting, and --config."""
+    parser.add_argument("--config", metavar="FILE", help="TOML file with these settings; flags and environment win")
+    for setting in settings:
+        shown = setting.shown or ("" if setting.default is None else str(setting.default))
+        text = setting.help + (f" (default: {shown})" if shown else "")
+        if setting.positional:
+            parser.add_argument(setting.name, nargs="?", default=None, help=text)
+        elif setting.switch:
+            parser.add_argument(setting.flag, dest=setting.name, action="store_const", const="true", help=text)
+        else:
+            parser.add_argument(setting.flag, dest=setting.name, default=None, metavar="X", help=text)
+
+
+def resolve(
+    command: str, settings: Sequence[Setting], flags: Mapping[str, Any], environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Every setting's value, parsed. Raises ConfigError that names the setting and where its value came from."""
+    environment = os.environ if environment is None else environment
+    table = _toml_table(command, settings, flags.get("config"))
+    values = {}
+    for setting in settings:
+        variable = f"FOREBAY_{command}_{setting.name}".upper()
+        if flags.get(setting.name) is not None:
+            values[setting.name] = _parsed(setting, str(flags[setting.name]), setting.flag)
+        elif variable in environment:
+            values[setting.name] = _parsed(setting, environment[variable], variable)
+        elif setting.name in table:
+            where = f"{setting.name} in [{command}] of {flags.get('config')}"
+            values[setting.name] = _parsed(setting, _toml_text(table[setting.name], where), where)
+        else:
+            values[setting.name] = setting.default
+    return values
+
+
+def _parsed(setting: Setting, text: str, where: str) -> Any:
+    try:
+        return setting.parse(text)
+    except (ValueError, ConfigError) as error:
+        raise ConfigError(f"{where} {text!r}: {error}") from error
+
+
+def _toml_text(value: object, where: str) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (str, int, float)):
+        return str(value)
+    raise ConfigError(f"{where}: takes a plain value, not a table or list")
+
+
+def _toml_table(command: str, settings: Sequence[Setting], file: str | None) -> dict[str, Any]:
+    if file is None:
+        return {}
+    try:
+        with open(file, "rb") as data:
+            table = tomllib.load(data).get(command, {})
+    except OSError as error:
+        raise ConfigError(f"--config {file}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--config {file}: not TOML: {error}") from error
+    if not isinstance(table, dict):
+        raise ConfigError(f"--config {file}: [{command}] must be a table")
+    unknown = sorted(set(table) - {setting.name for setting in settings})
+    if unknown:
+        known = ", ".join(setting.name for setting in settings)
+        raise ConfigError(f"--config {file}: [{command}] has no setting {unknown[0]!r}; it has {known}")
+    return table
