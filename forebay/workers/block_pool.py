@@ -23,9 +23,7 @@ NO_BLOCK = -1
 class GroupPool:
     """Block numbers only; the bytes are elsewhere. Owned by the engine's thread."""
 
-    def __init__(
-        self, blocks: int, *, sharers_pay: bool, on_evicted: Callable[[bytes], None]
-    ) -> None:
+    def __init__(self, blocks: int, *, sharers_pay: bool, on_evicted: Callable[[bytes], None]) -> None:
         assert blocks > 0, blocks
         self.blocks = blocks
         self.evictions = 0
@@ -158,14 +156,6 @@ class GroupPool:
     def sealed(self, block: int) -> bool:
         """Whether `block` is known by a key, so that nobody may write into it."""
         return self._keys[block] is not None
-
-    def forget_all(self) -> None:
-        """Empty the cache: blocks in use lose their keys, the others become free."""
-        for block in list(self._by_key.values()):
-            self._keys[block] = None
-        self._by_key.clear()
-        self._free.extend(self._idle)
-        self._idle.clear()
 
     def _wake(self, block: int) -> None:
         if self._pins[block] > 0:

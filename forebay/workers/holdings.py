@@ -22,18 +22,12 @@ from forebay.workers.prefix import DevicePrefix, GroupShape, device_prefix, unit
 class PoolListener(Protocol):
     """Told what the device can be found to hold; keys are unit keys."""
 
-    def stored(
-        self, group: int, parent: bytes, keys: Sequence[bytes], tokens: Sequence[int]
-    ) -> None:
-        """Consecutive units under `parent` are findable; `tokens` are theirs."""
+    def stored(self, group: int, parent: bytes | None, keys: Sequence[bytes], tokens: Sequence[int]) -> None:
+        """Consecutive units are findable, under `parent` (None: from the first on); `tokens` are theirs."""
         ...
 
     def removed(self, group: int, key: bytes) -> None:
         """A unit has been evicted."""
-        ...
-
-    def cleared(self) -> None:
-        """The cache was emptied."""
         ...
 
 
@@ -71,9 +65,7 @@ class _Bid:
 class Holdings:
     """All requests' blocks. Owned by the engine's thread; no call blocks."""
 
-    def __init__(
-        self, shapes: Sequence[GroupShape], blocks: Sequence[int], listener: PoolListener
-    ) -> None:
+    def __init__(self, shapes: Sequence[GroupShape], blocks: Sequence[int], listener: PoolListener) -> None:
         self.shapes = tuple(shapes)
         self.listener = listener
         self.ask_store = False
@@ -86,6 +78,11 @@ class Holdings:
     @property
     def geometries(self) -> tuple[GroupGeometry, ...]:
         return tuple(shape.geometry for shape in self.shapes)
+
+    @property
+    def announced_group(self) -> int:
+        """The group whose units decide how far a prefix reaches: the first with full attention, if any."""
+        return next((g for g, shape in enumerate(self.shapes) if not shape.windowed), 0)
 
     def fits(self, tokens: int) -> bool:
         """Whether a request of that many tokens could ever be held, alone on the device."""
@@ -127,13 +124,8 @@ class Holdings:
         prefix = device_prefix(self.shapes, self.pools, keys)
         load = self.ask_store and prefix.units < limit
         bid = self._bid(request, keys, prefix, load)
-        prices = [
-            self._price(group, bid.shared[group].values()) for group in range(len(self.pools))
-        ]
-        room = [
-            p.available - price - n
-            for p, price, n in zip(self.pools, prices, bid.reserve, strict=True)
-        ]
+        prices = [self._price(group, bid.shared[group].values()) for group in range(len(self.pools))]
+        room = [p.available - price - n for p, price, n in zip(self.pools, prices, bid.reserve, strict=True)]
         if min(room) < leave:
             return None
         self._take(request, holding, bid)
@@ -144,9 +136,7 @@ class Holdings:
         request.computed = prefix.units * MATCH_UNIT
         return Admission(load)
 
-    def _bid(
-        self, request: Request, keys: Sequence[bytes], prefix: DevicePrefix, load: bool
-    ) -> _Bid:
+    def _bid(self, request: Request, keys: Sequence[bytes], prefix: DevicePrefix, load: bool) -> _Bid:
         position, limit = prefix.units * MATCH_UNIT, len(keys)
         shared: list[dict[int, int]] = []
         extra: list[dict[int, int]] = []
@@ -159,9 +149,7 @@ class Holdings:
             more: dict[int, int] = {}
             if load and shape.windowed:
                 missing = min(missing, shape.units_behind)
-                more = _found(
-                    pool, keys, max(prefix.units, shape.first_unit(limit * MATCH_UNIT)), limit
-                )
+                more = _found(pool, keys, max(prefix.units, shape.first_unit(limit * MATCH_UNIT)), limit)
             elif load:
                 more = _found(pool, keys, prefix.units, prefix.runs[group])
             shared.append(mine)
@@ -181,9 +169,7 @@ class Holdings:
             assert reserved, "admission counted wrongly"
             first = shape.first_unit(bid.prefix.units * MATCH_UNIT)
             holding.trimmed.append(first)
-            holding.tables.append(
-                [NO_BLOCK] * first + [mine[unit] for unit in range(first, bid.prefix.units)]
-            )
+            holding.tables.append([NO_BLOCK] * first + [mine[unit] for unit in range(first, bid.prefix.units)])
 
     def _take_spares(self, holding: Holding, bid: _Bid, room: list[int], leave: int) -> None:
         """Blocks to load into; and, if that takes nothing from anybody, blocks that save a copy."""
@@ -207,9 +193,7 @@ class Holdings:
         rooms = []
         for group in range(len(self.pools)):
             table = holding.tables[group]
-            have = {unit for unit in range(holding.trimmed[group], len(table))} | set(
-                holding.extra[group]
-            )
+            have = {*range(holding.trimmed[group], len(table)), *holding.extra[group]}
             rooms.append(GroupRoom(frozenset(have), tuple(holding.spare[group])))
         return Pull(
             request=request.key,
@@ -331,7 +315,7 @@ class Holdings:
             for first, last in _runs(fresh):
                 self.listener.stored(
                     group,
-                    holding.chain.key_at(first * MATCH_UNIT),
+                    holding.chain.key_at(first * MATCH_UNIT) if first else None,
                     keys[first - before : last - before],
                     request.tokens[first * MATCH_UNIT : last * MATCH_UNIT],
                 )

@@ -50,9 +50,7 @@ class GroupShape:
         whole = units_of(tokens) + 1
         if not self.windowed:
             return whole
-        return min(
-            whole, self.units_behind + max(units_of(self.step_tokens), self.units_behind) + 2
-        )
+        return min(whole, self.units_behind + max(units_of(self.step_tokens), self.units_behind) + 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +61,9 @@ class DevicePrefix:
     runs: tuple[int, ...]
 
 
-def device_prefix(
-    shapes: Sequence[GroupShape], pools: Sequence[GroupPool], keys: Sequence[bytes]
-) -> DevicePrefix:
+def device_prefix(shapes: Sequence[GroupShape], pools: Sequence[GroupPool], keys: Sequence[bytes]) -> DevicePrefix:
     """The longest prefix of `keys` that every group can serve. Mutates nothing."""
-    runs = [
-        _run(pool, keys) if not shape.windowed else 0
-        for shape, pool in zip(shapes, pools, strict=True)
-    ]
+    runs = [_run(pool, keys) if not shape.windowed else 0 for shape, pool in zip(shapes, pools, strict=True)]
     longest = min(
         (run for run, shape in zip(runs, shapes, strict=True) if not shape.windowed),
         default=len(keys),
@@ -80,8 +73,7 @@ def device_prefix(
     for units in range(longest, 0, -1):
         position = units * MATCH_UNIT
         if all(
-            run[units] >= units - shape.first_unit(position)
-            for (shape, _), run in zip(windowed, behind, strict=True)
+            run[units] >= units - shape.first_unit(position) for (shape, _), run in zip(windowed, behind, strict=True)
         ):
             return DevicePrefix(units, tuple(runs))
     return DevicePrefix(0, tuple(runs))

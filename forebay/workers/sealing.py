@@ -77,9 +77,7 @@ class DeviceMemory:
             if blocks is None:
                 self.incomplete += 1
                 continue
-            chunk = NewChunk(
-                group, holding.chain.key_at(stop), holding.chain.key_at(start), start, tokens
-            )
+            chunk = NewChunk(group, holding.chain.key_at(stop), holding.chain.key_at(start), start, tokens)
             size = payload_bytes(shape.geometry, stop - start)
             pool = self.holdings.pools[group]
             for block in blocks:
@@ -88,9 +86,7 @@ class DeviceMemory:
             if not self._push(push):
                 self.pushed(Pushed(push))
 
-    def _blocks(
-        self, holding: Holding, group: int, first: int, last: int
-    ) -> tuple[int, ...] | None:
+    def _blocks(self, holding: Holding, group: int, first: int, last: int) -> tuple[int, ...] | None:
         """Blocks of units [first, last), from the table or, where the window has passed, from the cache."""
         pool, table = self.holdings.pools[group], holding.tables[group]
         blocks: list[int] = []

@@ -38,9 +38,7 @@ class Log:
         self.held: dict[int, set[bytes]] = {}
         self.stored_tokens: dict[bytes, tuple[int, ...]] = {}
 
-    def stored(
-        self, group: int, parent: bytes, keys: Sequence[bytes], tokens: Sequence[int]
-    ) -> None:
+    def stored(self, group: int, parent: bytes | None, keys: Sequence[bytes], tokens: Sequence[int]) -> None:
         assert len(tokens) == len(keys) * MATCH_UNIT
         for index, key in enumerate(keys):
             assert key not in self.held.setdefault(group, set()), "announced twice"
@@ -49,9 +47,6 @@ class Log:
 
     def removed(self, group: int, key: bytes) -> None:
         self.held[group].remove(key)
-
-    def cleared(self) -> None:
-        self.held.clear()
 
 
 @dataclass
@@ -149,9 +144,7 @@ class Worker:
             return Pulled(pull.request, 0, nothing, stored=hit)
         placed: list[dict[int, int]] = []
         for group, (shape, room) in enumerate(zip(self.shapes, pull.rooms, strict=True)):
-            missing = [
-                u for u in range(shape.first_unit(hit), hit // MATCH_UNIT) if u not in room.have
-            ]
+            missing = [u for u in range(shape.first_unit(hit), hit // MATCH_UNIT) if u not in room.have]
             if len(missing) > len(room.spare):
                 return Pulled(pull.request, 0, nothing, stored=hit)
             placed.append(dict(zip(missing, room.spare, strict=False)))

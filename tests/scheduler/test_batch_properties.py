@@ -18,13 +18,9 @@ TURNS_MAX = 4000
 def worlds(draw: st.DrawFn) -> tuple[Worker, list[Arrival]]:
     chunk = draw(st.sampled_from([16, 32, 64]))
     running = draw(st.integers(1, 5))
-    limits = Limits(
-        batch_tokens=draw(st.integers(max(running, 8), 96)), running=running, waiting=64
-    )
+    limits = Limits(batch_tokens=draw(st.integers(max(running, 8), 96)), running=running, waiting=64)
     windows = draw(st.sampled_from([[None], [None, 20], [None, 64], [None, 16, 48], [33]]))
-    shapes = [
-        GroupShape(geometry(f"g{i}", w), chunk, limits.batch_tokens) for i, w in enumerate(windows)
-    ]
+    shapes = [GroupShape(geometry(f"g{i}", w), chunk, limits.batch_tokens) for i, w in enumerate(windows)]
     chance = random.Random(draw(st.integers(0, 2**32)))
     prompts, outputs = draw(st.sampled_from([(160, 20), (300, 4), (20, 120)]))
     arrivals = [_arrival(chance, prompts, outputs) for _ in range(draw(st.integers(1, 14)))]
@@ -56,23 +52,17 @@ def _arrival(chance: random.Random, prompts: int, outputs: int) -> Arrival:
 def run(worker: Worker, arrivals: list[Arrival]) -> None:
     """Play all arrivals until everyone is done; fails when that takes too long."""
     pending = dict(enumerate(arrivals))
-    leaving = {
-        key: a.turn + a.cancel_after for key, a in pending.items() if a.cancel_after is not None
-    }
+    leaving = {key: a.turn + a.cancel_after for key, a in pending.items() if a.cancel_after is not None}
     while len(worker.done) < len(arrivals) or worker.loads or worker.pushes:
         for key in [key for key, a in pending.items() if a.turn <= worker.turn]:
             worker.submit(key, pending.pop(key))
-        for key in [
-            key for key, turn in leaving.items() if turn <= worker.turn and key not in pending
-        ]:
+        for key in [key for key, turn in leaving.items() if turn <= worker.turn and key not in pending]:
             del leaving[key]
             worker.cancel(key)
         worker.step()
         worker.check_books()
         assert worker.turn < TURNS_MAX, "deadlock or starvation"
-    assert all(
-        why == "finished" for key, why in worker.done.items() if arrivals[key].cancel_after is None
-    )
+    assert all(why == "finished" for key, why in worker.done.items() if arrivals[key].cancel_after is None)
     worker.check_empty()
 
 
@@ -89,20 +79,14 @@ def crowd(seed: int) -> tuple[Worker, list[Arrival]]:
     """A crowded world: many requests that grow, on a device that holds a few of them."""
     chance = random.Random(seed)
     chunk = chance.choice([16, 32, 64])
-    limits = Limits(
-        batch_tokens=chance.choice([16, 32, 96]), running=chance.choice([4, 8]), waiting=64
-    )
+    limits = Limits(batch_tokens=chance.choice([16, 32, 96]), running=chance.choice([4, 8]), waiting=64)
     windows = chance.choice([[None], [None, 20], [None, 64], [None, 16, 48], [33]])
-    shapes = [
-        GroupShape(geometry(f"g{i}", w), chunk, limits.batch_tokens) for i, w in enumerate(windows)
-    ]
+    shapes = [GroupShape(geometry(f"g{i}", w), chunk, limits.batch_tokens) for i, w in enumerate(windows)]
     prompts, outputs = chance.choice([(200, 30), (40, 120), (90, 90)])
     arrivals = [_arrival(chance, prompts, outputs) for _ in range(30)]
     longest = max(len(a.prompt) + a.output for a in arrivals)
     blocks = [shape.footprint(longest) + chance.choice([0, 4, 12]) for shape in shapes]
-    return Worker(
-        shapes, blocks, limits, chance, chunk, push_turns=chance.choice([0, 3, 20])
-    ), arrivals
+    return Worker(shapes, blocks, limits, chance, chunk, push_turns=chance.choice([0, 3, 20])), arrivals
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,0 +1,175 @@
+"""Puts an engine together: namespace, pools, scheduler, transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forebay.kernels.batch import pack_batch
+from forebay.kvstore.identity import GroupGeometry, Namespace, check_namespace
+from forebay.models.base import CausalLM, ModelInfo
+from forebay.scheduler.batch import BatchScheduler
+from forebay.scheduler.plan import Limits
+from forebay.workers.block_pool import GroupPool
+from forebay.workers.config import WorkerConfig
+from forebay.workers.counters import Counters
+from forebay.workers.engine import Engine, EngineParts, Message
+from forebay.workers.generation import Bounds
+from forebay.workers.holdings import Holdings, PoolListener
+from forebay.workers.inbox import Inbox
+from forebay.workers.outbox import Batch, Outbox
+from forebay.workers.prefix import GroupShape
+from forebay.workers.sealing import DeviceMemory
+from forebay.workers.sizing import divide
+from forebay.workers.transfer import Transfer, TransferConfig
+
+WARM_UP_TOKENS = 16
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def namespace_of(info: ModelInfo, dtype: str, weights: bytes, chunk_tokens: int) -> Namespace:
+    """Everything that changes this model's KV bytes."""
+    groups = tuple(
+        GroupGeometry(g.name, g.kind, tuple(g.layers), g.kv_heads, g.head_dim, dtype, g.window) for g in info.kv_groups
+    )
+    positions = tuple(sorted((name, str(value)) for name, value in info.rope.items()))
+    namespace = Namespace(weights=weights, groups=groups, chunk_tokens=chunk_tokens, compute=dtype, positions=positions)
+    refusal = check_namespace(namespace)
+    assert refusal is None, refusal
+    return namespace
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """A worker's insides, not yet running."""
+
+    engine: Engine
+    inbox: Inbox[Message]
+    namespace: Namespace
+    bounds: Bounds
+    holdings: Holdings
+    scheduler: BatchScheduler
+    memory: DeviceMemory
+    counters: Counters
+    transfer: Transfer | None
+
+    def stats(self) -> dict[str, float]:
+        """Counters and gauges by dotted name. Callable from any thread; values may be a moment apart."""
+        values = self.counters.values()
+        values.update(
+            {
+                "requests.running": self.scheduler.running,
+                "requests.loading": self.scheduler.loading,
+                "requests.waiting": self.scheduler.waiting,
+                "push.incomplete": self.memory.incomplete,
+                "pushes.running": int(self.engine.unsealed),
+            }
+        )
+        for shape, pool in zip(self.holdings.shapes, self.holdings.pools, strict=True):
+            values.update(_pool_gauges(shape.geometry.name, pool))
+        if self.transfer is not None:
+            values.update(self.transfer.counters.values())
+            values["push.queue.bytes"] = self.transfer.queue.bytes
+            values["push.queue.chunks"] = len(self.transfer.queue)
+            values["pushes.running"] += self.transfer.pushes_running
+        return values
+
+    def store_state(self) -> str:
+        """`connected`, `down` or `none`."""
+        if self.transfer is None:
+            return "none"
+        return "connected" if self.transfer.connected else "down"
+
+
+def assemble(
+    model: CausalLM,
+    weights: bytes,
+    config: WorkerConfig,
+    listener: PoolListener,
+    flush_events: Callable[[], None],
+    send: Callable[[Batch], None],
+) -> Assembled:
+    """Build everything but the threads. Raises ConfigError if the memory can't hold even a short request."""
+    namespace = namespace_of(model.info, dtype_name(model.dtype), weights, config.chunk_tokens)
+    shapes = [GroupShape(g, config.chunk_tokens, config.max_batch_tokens) for g in namespace.groups]
+    blocks = divide(shapes, config.device_memory, config.max_tokens, model.info.max_context)
+    holdings = Holdings(shapes, blocks, listener)
+    pools = new_pools(model, {s.geometry.name: n for s, n in zip(shapes, blocks, strict=True)})
+    inbox: Inbox[Message] = Inbox()
+    transfer = _transfer(config, namespace, shapes, pools, inbox)
+    memory = DeviceMemory(holdings, config.chunk_tokens, transfer.push if transfer else lambda push: False)
+    limits = Limits(config.max_batch_tokens, config.max_running, config.max_waiting)
+    scheduler = BatchScheduler(limits, memory)
+    bounds = Bounds(model.info.vocab_size, model.info.max_context, holdings.capacity(), frozenset(model.info.eos_ids))
+    counters = Counters()
+    engine = Engine(
+        EngineParts(
+            model=model,
+            pools=pools,
+            namespace_id=namespace.id,
+            bounds=bounds,
+            memory=memory,
+            scheduler=scheduler,
+            inbox=inbox,
+            outbox=Outbox(send),
+            counters=counters,
+            transfer=transfer,
+            flush_events=flush_events,
+        )
+    )
+    return Assembled(engine, inbox, namespace, bounds, holdings, scheduler, memory, counters, transfer)
+
+
+def _transfer(
+    config: WorkerConfig,
+    namespace: Namespace,
+    shapes: list[GroupShape],
+    pools: Mapping[str, Tensor],
+    inbox: Inbox[Message],
+) -> Transfer | None:
+    if config.store is None:
+        return None
+    settings = TransferConfig(
+        address=config.store,
+        namespace=namespace,
+        label=config.model_label,
+        lookup_deadline_ms=config.lookup_deadline_ms,
+        queue_bytes_max=config.push_queue_bytes,
+    )
+    return Transfer(settings, shapes, pools, inbox.put)
+
+
+def new_pools(model: CausalLM, blocks: Mapping[str, int]) -> dict[str, Tensor]:
+    """KV pools whose every page has been written once: a first touch on the way to the first token would
+    cost ten times a copy."""
+    pools = model.new_pools(blocks)
+    for pool in pools.values():
+        pool.fill_(0)
+    return pools
+
+
+def warm_up(model: CausalLM, pools: Mapping[str, Tensor]) -> None:
+    """One small prefill and one decode, so that no request pays for what is set up at first use. Writes into
+    blocks that nobody knows yet."""
+    ids = [0] * WARM_UP_TOKENS
+    tables = {name: [[0, 1]] for name in pools}
+    with torch.inference_mode():
+        model.forward(pack_batch([(ids, 0)], tables, device=model.device), pools)
+        model.forward(pack_batch([([0], WARM_UP_TOKENS)], tables, device=model.device), pools)
+
+
+def _pool_gauges(name: str, pool: GroupPool) -> dict[str, float]:
+    return {
+        f"blocks.{name}.total": pool.blocks,
+        f"blocks.{name}.used": pool.blocks - pool.takeable,
+        f"blocks.{name}.cached": pool.cached,
+        f"blocks.{name}.draining": pool.draining,
+        f"blocks.{name}.evictions": pool.evictions,
+    }

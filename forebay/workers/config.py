@@ -1,0 +1,78 @@
+"""What a worker process is told at its start. The command line fills it in; nothing else is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from forebay.errors import ConfigError
+from forebay.kvstore.identity import MATCH_UNIT
+
+DTypeName = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """Settings of one worker. Sizes are bytes, times are what their names say. `check` says what is wrong."""
+
+    model: Path
+    """A directory with safetensors files and config.json, or a GGUF file."""
+    listen: str
+    """Unix socket for front ends: a path, or unix:///path. Its mode is 0600."""
+    store: str | None = None
+    """Unix socket of the store; None works without one. It may come later, and go."""
+    dtype: DTypeName = "auto"
+    """Of weights, arithmetic and KV. `auto` is what the checkpoint has."""
+    device: str = "cpu"
+    """`cpu`, `cuda` or `cuda:N`."""
+    chunk_tokens: int = 256
+    """Tokens of a sealed chunk; part of the namespace, so workers that share a cache agree on it."""
+    device_memory: int = 1 << 30
+    """Bytes for the block pool of all groups together. Ignored if `max_tokens` is given."""
+    max_tokens: int | None = None
+    """Tokens that the full-attention pool holds; the window pools follow."""
+    max_batch_tokens: int = 512
+    """What one step feeds at most, decodes and prefills together."""
+    max_running: int = 16
+    """Requests that hold blocks at once."""
+    max_waiting: int = 256
+    """Requests that may queue; the next one is answered `busy`."""
+    lookup_deadline_ms: int = 2000
+    """How long a lookup may wait for the store's tiers; then what is there is used."""
+    push_queue_bytes: int = 256 << 20
+    """What may wait to be stored; chunks beyond it are dropped and counted."""
+    drain_s: float = 5.0
+    """How long SIGTERM waits for the last pushes."""
+    events: str | None = None
+    """Endpoint of the device pool's KV events (tcp://127.0.0.1:0, ipc://...); None publishes none."""
+    events_replay: str | None = None
+    """Endpoint of their replay socket."""
+    threads: int = 0
+    """Compute threads; 0 leaves it to torch."""
+    label: str = ""
+    """The model's name for people, topics and the store's listings; by default the path's last part."""
+    fingerprint_cache: Path | None = None
+    """Where fingerprints of weights are kept; None: forebay's cache directory."""
+
+    @property
+    def model_label(self) -> str:
+        return self.label or self.model.name
+
+    def check(self) -> None:
+        """Raises ConfigError that names the setting."""
+        if self.chunk_tokens < MATCH_UNIT or self.chunk_tokens % MATCH_UNIT:
+            raise ConfigError(f"chunk_tokens is {self.chunk_tokens}; it must be a multiple of {MATCH_UNIT}")
+        if not 1 <= self.max_running <= self.max_batch_tokens:
+            raise ConfigError(
+                f"max_running is {self.max_running}; it must lie between 1 and max_batch_tokens "
+                f"({self.max_batch_tokens}), so that every request can go on in every step"
+            )
+        if self.max_waiting < 1:
+            raise ConfigError(f"max_waiting is {self.max_waiting}; it must be at least 1")
+        if self.lookup_deadline_ms < 0 or self.drain_s < 0 or self.threads < 0 or self.push_queue_bytes < 0:
+            raise ConfigError("lookup_deadline_ms, drain_s, threads and push_queue_bytes can't be negative")
+        if self.device != "cpu" and not self.device.startswith("cuda"):
+            raise ConfigError(f"device is {self.device!r}; use cpu, cuda or cuda:N")
+        if self.events_replay is not None and self.events is None:
+            raise ConfigError("events_replay needs events: there is nothing to replay without a publisher")

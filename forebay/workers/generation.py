@@ -1,0 +1,87 @@
+"""One request as the engine sees it: what was asked, what has been said, and when it is over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from forebay.kvstore.identity import unpack_tokens
+from forebay.scheduler.request import Request
+from forebay.workers.protocol import FinishReason, Generate
+from forebay.workers.sampling import check_sampling
+
+
+class RequestKey(NamedTuple):
+    """Front ends choose their ids alone, so a key names the connection too."""
+
+    connection: int
+    id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What every request must keep to. `capacity` is the most tokens that the block pool can hold of one."""
+
+    vocab_size: int
+    max_context: int
+    capacity: int
+    eos_ids: frozenset[int]
+
+    @property
+    def tokens_max(self) -> int:
+        """Prompt and output together."""
+        return min(self.max_context, self.capacity)
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """A request under way. `device_hit` and `sources` say where its cached prefix came from."""
+
+    key: RequestKey
+    ask: Generate
+    request: Request
+    tokens_max: int
+    eos_ids: frozenset[int]
+    started: bool = False
+    sources: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def emitted(self) -> int:
+        """Output tokens so far, those of earlier attempts included."""
+        return len(self.request.tokens) - self.request.prompt_tokens
+
+    def end(self) -> FinishReason | None:
+        """Why this is over, now that a token has been appended (or was given), or None."""
+        tokens, sampling = self.request.tokens, self.ask.sampling
+        if self.emitted and not sampling.ignore_eos and tokens[-1] in self.eos_ids:
+            return "stop"
+        if self.emitted >= sampling.max_tokens or len(tokens) >= self.tokens_max:
+            return "length"
+        return None
+
+
+def begin(key: RequestKey, ask: Generate, bounds: Bounds) -> Generation | str:
+    """A generation, or what is wrong with the request, in words for the client."""
+    if not ask.prompt or len(ask.prompt) % 4 or len(ask.emitted) % 4:
+        return "the prompt is empty; it needs at least one token"
+    wrong = check_sampling(ask.sampling)
+    if wrong:
+        return wrong
+    prompt, emitted = unpack_tokens(ask.prompt), unpack_tokens(ask.emitted)
+    highest = max(*prompt, *emitted, 0)
+    if highest >= bounds.vocab_size:
+        return f"token id {highest} is out of range; the model's vocabulary has {bounds.vocab_size} tokens"
+    if len(prompt) >= bounds.tokens_max:
+        return _too_long(len(prompt), bounds)
+    request = Request(key, [*prompt, *emitted], len(prompt))
+    return Generation(key, ask, request, bounds.tokens_max, bounds.eos_ids)
+
+
+def _too_long(length: int, bounds: Bounds) -> str:
+    if bounds.capacity < bounds.max_context:
+        return (
+            f"the prompt has {length} tokens; this worker's block pool holds {bounds.capacity}, prompt and output "
+            "together (shorten it, or start the worker with more device memory)"
+        )
+    return f"the prompt has {length} tokens; the model's context is {bounds.max_context}, prompt and output together"

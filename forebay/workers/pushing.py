@@ -1,0 +1,158 @@
+"""Pushes: a queue bounded in bytes, and the loop that empties it: reserve, copy, checksum, commit.
+
+The engine offers and goes on; what finds the queue full is dropped and counted. First in, first out, so
+parents are stored before their children.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from forebay.errors import RequestRefused, StoreUnavailable
+from forebay.kvstore.client import AsyncStoreClient
+from forebay.kvstore.protocol import Slot, Written
+from forebay.workers.copying import Copier
+from forebay.workers.counters import Counters
+from forebay.workers.moves import Push, Pushed
+
+BATCH_CHUNKS_MAX = 32
+BATCH_BYTES_MAX = 64 << 20
+ANSWER_S = 5.0
+"""A store that takes longer than this to answer a reserve or commit is treated as gone."""
+
+R = TypeVar("R")
+
+log = logging.getLogger(__name__)
+
+
+class PushQueue:
+    """Pushes that wait. The engine's thread offers and sheds, the transfer thread takes."""
+
+    def __init__(self, bytes_max: int, counters: Counters) -> None:
+        self._bytes_max = bytes_max
+        self._counters = counters
+        self._lock = threading.Lock()
+        self._waiting: deque[Push] = deque()
+        self._bytes = 0
+
+    def offer(self, push: Push) -> bool:
+        """Queue a push, or count it as dropped."""
+        with self._lock:
+            if self._bytes + push.bytes > self._bytes_max:
+                self._counters.add("push.dropped")
+                return False
+            self._waiting.append(push)
+            self._bytes += push.bytes
+            return True
+
+    def take(self) -> list[Push]:
+        """The next batch: of one tenant, within the caps; empty if nothing waits."""
+        with self._lock:
+            batch: list[Push] = []
+            size = 0
+            while self._waiting and len(batch) < BATCH_CHUNKS_MAX:
+                push = self._waiting[0]
+                if batch and (push.tenant != batch[0].tenant or size + push.bytes > BATCH_BYTES_MAX):
+                    break
+                batch.append(self._waiting.popleft())
+                size += push.bytes
+            self._bytes -= size
+            return batch
+
+    def empty_out(self) -> list[Push]:
+        """Take all that waits, to drop it; the caller counts."""
+        with self._lock:
+            pushes, self._bytes = list(self._waiting), 0
+            self._waiting.clear()
+            return pushes
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that wait."""
+        return self._bytes
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+
+class Pusher:
+    """Empties a queue into the store, on the transfer thread's loop."""
+
+    def __init__(
+        self,
+        client: AsyncStoreClient,
+        queue: PushQueue,
+        copiers: Sequence[Copier],
+        counters: Counters,
+        done: Callable[[Pushed], None],
+    ) -> None:
+        self._client = client
+        self._queue = queue
+        self._copiers = tuple(copiers)
+        self._counters = counters
+        self._done = done
+        self.running = 0
+
+    async def push_some(self, namespace_id: bytes) -> bool:
+        """Store one batch; False if nothing waited. Raises StoreUnavailable, the batch being lost then.
+
+        Every push that was taken is answered, whatever happens, and only when its blocks are no longer
+        read.
+        """
+        self.running = 1  # before the queue looks empty: nobody may think that all is stored
+        batch = self._queue.take()
+        if not batch:
+            self.running = 0
+            return False
+        lost = True
+        self.running = len(batch)
+        try:
+            slots = await self._reserve(namespace_id, batch)
+            written = await self._write(batch, slots)
+            if written:
+                await self._commit(written)
+            lost = False
+        except RequestRefused as error:
+            lost = False
+            self._counters.add("push.refused", len(batch))
+            log.warning("the store refused to take %d chunks: %s", len(batch), error)
+        finally:
+            self.running = 0
+            for push in batch:
+                self._done(Pushed(push, lost=lost))
+        return True
+
+    async def _reserve(self, namespace_id: bytes, batch: Sequence[Push]) -> Sequence[Slot]:
+        chunks = [push.chunk for push in batch]
+        reserving = self._client.reserve(namespace_id, batch[0].tenant, chunks)
+        return (await self._in_time(reserving)).slots
+
+    async def _write(self, batch: Sequence[Push], slots: Sequence[Slot]) -> list[Written]:
+        written: list[Written] = []
+        for push, slot in zip(batch, slots, strict=True):
+            self._counters.add(f"push.{slot.status}")
+            if slot.status == "reserved":
+                room = self._client.room(slot, push.bytes)
+                checksums = self._copiers[push.chunk.group].store(push.blocks, room)
+                written.append(Written(slot.reservation, checksums))
+                self._counters.add("push.bytes", push.bytes)
+                # Others get their turn between chunks: a pull must not wait for a batch of pushes.
+                await asyncio.sleep(0)
+                if not self._client.connected:
+                    raise StoreUnavailable("the store went away during a copy")
+        return written
+
+    async def _commit(self, written: Sequence[Written]) -> None:
+        committed = await self._in_time(self._client.commit(written))
+        self._counters.add("push.committed", committed.committed)
+
+    async def _in_time(self, answer: Awaitable[R]) -> R:
+        try:
+            return await asyncio.wait_for(answer, ANSWER_S)
+        except TimeoutError as error:
+            raise StoreUnavailable(f"the store took more than {ANSWER_S:g} s to answer") from error

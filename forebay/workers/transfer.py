@@ -1,0 +1,210 @@
+"""The worker's side of the store: one thread with an event loop that owns the connection.
+
+The engine asks and offers; answers come back through `deliver`, which must be quick and safe to call from
+this thread. The store may be absent, die, hang or come back: the engine is told, and never waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from forebay.errors import ForebayError
+from forebay.kvstore.client import AsyncStoreClient
+from forebay.kvstore.identity import Namespace
+from forebay.workers.copying import copier
+from forebay.workers.counters import Counters
+from forebay.workers.moves import Pull, Pulled, Push, Pushed, StoreChanged
+from forebay.workers.prefix import GroupShape
+from forebay.workers.pulling import Puller
+from forebay.workers.pushing import Pusher, PushQueue
+
+BACKOFF_S = (0.2, 2.0)
+"""First and longest pause between attempts to connect."""
+
+WATCH_S = 0.25
+"""How often an idle connection is looked at."""
+
+log = logging.getLogger(__name__)
+
+Delivery = Pulled | Pushed | StoreChanged
+
+
+@dataclass(frozen=True, slots=True)
+class TransferConfig:
+    """`lookup_deadline_ms` is how long the store's tiers may take to promote; `queue_bytes_max` caps what
+    waits to be pushed."""
+
+    address: str
+    namespace: Namespace
+    label: str = ""
+    lookup_deadline_ms: int = 2000
+    queue_bytes_max: int = 256 << 20
+
+
+class Transfer:
+    """Pulls and pushes of one worker. All public methods may be called from the engine's thread."""
+
+    def __init__(
+        self,
+        config: TransferConfig,
+        shapes: Sequence[GroupShape],
+        pools: Mapping[str, Tensor],
+        deliver: Callable[[Delivery], None],
+        client: AsyncStoreClient | None = None,
+    ) -> None:
+        self.counters = Counters()
+        self.queue = PushQueue(config.queue_bytes_max, self.counters)
+        self._config = config
+        self._deliver = deliver
+        self._client = client or AsyncStoreClient(config.address, kind="worker")
+        copiers = [copier(pools[shape.geometry.name]) for shape in shapes]
+        for made, shape in zip(copiers, shapes, strict=True):
+            assert made.granule_bytes == shape.geometry.granule_bytes, shape.geometry
+        self._puller = Puller(self._client, shapes, copiers, config.lookup_deadline_ms, self.counters)
+        self._pusher = Pusher(self._client, self.queue, copiers, self.counters, deliver)
+        self._namespace_id = b""
+        self._connected = False
+        self._stopping = False
+        self._loop = asyncio.new_event_loop()
+        self._wake = asyncio.Event()
+        self._pulls: set[asyncio.Task[None]] = set()
+        self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
+
+    # --- from the engine's thread ------------------------------------------------------------------------
+
+    @property
+    def connected(self) -> bool:
+        """Whether the store answers and knows the namespace."""
+        return self._connected
+
+    @property
+    def pushes_running(self) -> int:
+        """Chunks that have been taken from the queue and are not yet committed."""
+        return self._pusher.running
+
+    def start(self) -> None:
+        """Begin to connect. Returns at once."""
+        self._thread.start()
+
+    def pull(self, pull: Pull) -> None:
+        """Answered by `Pulled`, whatever happens."""
+        self._loop.call_soon_threadsafe(self._begin_pull, pull)
+
+    def push(self, push: Push) -> bool:
+        """Answered by `Pushed`, unless this returns False: the queue is full, nothing was taken."""
+        taken = self.queue.offer(push)
+        if taken:
+            self._loop.call_soon_threadsafe(self._wake.set)
+        return taken
+
+    def shed(self) -> None:
+        """Drop the pushes that wait, because their blocks are needed. Each is answered."""
+        for push in self.queue.empty_out():
+            self.counters.add("push.shed")
+            self._deliver(Pushed(push))
+
+    def stop(self, drain_s: float) -> None:
+        """Store what is queued, for at most `drain_s`; end the thread. Blocks."""
+        for end, patience_s in ((self._stop_soon, drain_s), (self._cancel_all, 1.0)):
+            if self._thread.is_alive():
+                self._loop.call_soon_threadsafe(end)
+                self._thread.join(patience_s)
+
+    # --- on the transfer thread --------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._main = self._loop.create_task(self._serve())
+        try:
+            self._loop.run_until_complete(self._main)
+        except asyncio.CancelledError:
+            log.warning("gave up on %d pushes at the end", len(self.queue))
+        finally:
+            self._loop.run_until_complete(self._client.close())
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        pause = BACKOFF_S[0]
+        while not self._stopping:
+            try:
+                await self._client.connect()
+                self._namespace_id = await self._client.register(self._config.namespace, self._config.label)
+            except (ForebayError, OSError) as error:
+                log.log(logging.INFO if pause == BACKOFF_S[0] else logging.DEBUG, "no store: %s", error)
+                await self._client.close()
+                await self._pause(pause)
+                pause = min(2 * pause, BACKOFF_S[1])
+                continue
+            pause = BACKOFF_S[0]
+            self._change(True)
+            try:
+                await self._push_on()
+            except (ForebayError, OSError) as error:
+                log.warning("lost the store: %s", error)
+            except Exception:
+                log.exception("a push failed in a way it should not; connecting anew")
+            finally:
+                # Copies run on this thread, so none is under way: the next connection may say so.
+                await self._client.close()
+                self._change(False)
+                self._lose_queue()
+
+    async def _push_on(self) -> None:
+        while self._client.connected:
+            self._wake.clear()
+            if await self._pusher.push_some(self._namespace_id):
+                continue
+            if self._stopping:
+                return
+            try:
+                await asyncio.wait_for(self._wake.wait(), WATCH_S)
+            except TimeoutError:
+                continue
+
+    async def _pause(self, seconds: float) -> None:
+        self._lose_queue()
+        self._wake.clear()
+        try:
+            await asyncio.wait_for(self._wake.wait(), seconds)
+        except TimeoutError:
+            return
+
+    def _change(self, connected: bool) -> None:
+        self._connected = connected
+        self.counters.add("store.connects" if connected else "store.losses")
+        if connected and self.counters["store.connects"] > 1:
+            self.counters.add("store.reconnects")
+        self._deliver(StoreChanged(connected))
+
+    def _lose_queue(self) -> None:
+        for push in self.queue.empty_out():
+            self.counters.add("push.lost")
+            self._deliver(Pushed(push, lost=True))
+
+    def _begin_pull(self, pull: Pull) -> None:
+        task = self._loop.create_task(self._pull(pull))
+        self._pulls.add(task)
+        task.add_done_callback(self._pulls.discard)
+
+    async def _pull(self, pull: Pull) -> None:
+        pulled = Pulled(pull.request, 0, tuple({} for _ in pull.rooms))
+        try:
+            if self._connected:
+                pulled = await self._puller.pull(self._namespace_id, pull)
+        except Exception:
+            log.exception("a pull failed in a way it should not; its request computes")
+        finally:
+            self._deliver(pulled)
+
+    def _stop_soon(self) -> None:
+        self._stopping = True
+        self._wake.set()
+
+    def _cancel_all(self) -> None:
+        self._main.cancel()

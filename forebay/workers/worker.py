@@ -1,0 +1,165 @@
+"""The worker process: load, listen, serve, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+
+from forebay.errors import ForebayError
+from forebay.ipc.sockets import listen, socket_path
+from forebay.kvstore.identity import encode_namespace
+from forebay.models.base import CausalLM
+from forebay.workers.assembly import Assembled, assemble, warm_up
+from forebay.workers.config import WorkerConfig
+from forebay.workers.engine import Stop
+from forebay.workers.outbox import Batch
+from forebay.workers.pool_events import PoolEvents
+from forebay.workers.protocol import Description, WorkerStats
+from forebay.workers.server import Answers, WorkerServer
+
+ENGINE_PATIENCE_S = 10.0
+"""How long the end of the present step is waited for when the worker is told to stop."""
+
+log = logging.getLogger(__name__)
+
+
+class EngineFailed(ForebayError):
+    """The engine's thread ended by an exception: a bug, whose traceback is in the log."""
+
+
+Loader = Callable[[WorkerConfig], tuple[CausalLM, bytes]]
+"""Gives a model and the fingerprint of its weights."""
+
+
+def run_worker(config: WorkerConfig, load: Loader | None = None) -> None:
+    """Serve until SIGTERM or SIGINT; then store the tails and return.
+
+    Raises ForebayError with what is wrong if the worker can't start, or if its engine fails.
+    """
+    config.check()
+    path = socket_path(config.listen)
+    # Bound before the model is loaded: a second worker on this socket fails at once, and front ends that
+    # come early wait in the backlog.
+    listener = listen(path)
+    try:
+        with _signals_exit():
+            model, weights = (load or load_checkpoint)(config)
+            worker = Worker(config, model, weights)
+        asyncio.run(worker.serve(listener))
+    finally:
+        listener.close()
+        path.unlink(missing_ok=True)
+
+
+class Worker:
+    """A loaded model with its engine, and the threads that run it."""
+
+    def __init__(self, config: WorkerConfig, model: CausalLM, weights: bytes) -> None:
+        self.boot = secrets.token_hex(8)
+        self._config = config
+        self._model = model
+        self._events = PoolEvents(config.events, config.events_replay, self.boot, config.model_label)
+        self._server: WorkerServer | None = None
+        self._failure: BaseException | None = None
+        self.parts: Assembled = assemble(model, weights, config, self._events, self._events.flush, self._send)
+        self._events.group = self.parts.holdings.announced_group
+        warm_up(model, self.parts.engine.pools)
+        self._thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Serve front ends until told to stop. Raises EngineFailed."""
+        loop = asyncio.get_running_loop()
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        self._stop = stop
+        self._loop = loop
+        answers = Answers(self.boot, self._describe, self._stats, self.parts.engine.step_seconds)
+        self._server = WorkerServer(self.parts.inbox.put, answers)
+        self._events.attach(loop)
+        if self.parts.transfer is not None:
+            self.parts.transfer.start()
+        self._thread.start()
+        await self._server.start(listener)
+        log.info("serving %s on %s", self._config.model_label, self._config.listen)
+        await stop.wait()
+        self._server.stop_accepting()
+        await asyncio.to_thread(self._end)
+        self._server.close()
+        self._events.close()
+        if self._failure is not None:
+            raise EngineFailed(f"the engine failed: {self._failure}") from self._failure
+
+    def _end(self) -> None:
+        """Stop the engine after its step, store what it left, close the rest. Blocks."""
+        self.parts.inbox.put(Stop())
+        self._thread.join(ENGINE_PATIENCE_S)
+        if self.parts.transfer is not None:
+            self.parts.transfer.stop(self._config.drain_s)
+
+    def _run_engine(self) -> None:
+        try:
+            self.parts.engine.run()
+        except BaseException as error:
+            log.exception("the engine failed")
+            self._failure = error
+            self._loop.call_soon_threadsafe(self._stop.set)
+
+    def _send(self, batch: Batch) -> None:
+        assert self._server is not None
+        self._server.send(batch)
+
+    def _describe(self) -> Description:
+        return Description(
+            boot=self.boot,
+            pid=os.getpid(),
+            model=self._config.model_label,
+            vocab_size=self._model.info.vocab_size,
+            max_context=self.parts.bounds.tokens_max,
+            eos_ids=sorted(self._model.info.eos_ids),
+            namespace=encode_namespace(self.parts.namespace),
+            store=self.parts.store_state(),
+        )
+
+    def _stats(self) -> WorkerStats:
+        values = self.parts.stats()
+        values["step.now_seconds"] = self.parts.engine.step_seconds()
+        values.update(self._events.stats())
+        values["frontends"] = self._server.connections if self._server is not None else 0
+        return WorkerStats(values=values, store=self.parts.store_state())
+
+
+def load_checkpoint(config: WorkerConfig) -> tuple[CausalLM, bytes]:
+    """Load what the configuration names, and tell how it goes."""
+    from forebay.models.loading import fingerprint_weights, load_model
+
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    log.info("loading %s", config.model)
+    weights = fingerprint_weights(config.model, config.fingerprint_cache)
+    model = load_model(config.model, dtype=config.dtype, device=config.device)
+    return model, weights
+
+
+@contextlib.contextmanager
+def _signals_exit() -> Iterator[None]:
+    """While loading, a signal ends the process at once, and cleanly: there is nothing to store yet."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(0)
+
+    old = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

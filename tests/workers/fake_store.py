@@ -1,0 +1,198 @@
+"""A store in memory with the client's API: the same promises, no process. Several clients may share one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from forebay.errors import StoreUnavailable
+from forebay.kvstore.identity import KEY_BYTES, MATCH_UNIT, Namespace, chain
+from forebay.kvstore.layout import needed_from
+from forebay.kvstore.protocol import ChunkRead, Committed, Found, NewChunk, Reserved, Slot, Stats, Written
+
+
+@dataclass
+class Stored:
+    """One chunk: what it is, its payload and checksums, and the slot's generation."""
+
+    chunk: NewChunk
+    payload: bytearray
+    checksums: bytes = b""
+    generation: int = 1
+    promoted: str = ""
+
+
+@dataclass
+class FakeStore:
+    """What is stored, and switches for what may go wrong."""
+
+    chunks: dict[tuple[int, bytes], Stored] = field(default_factory=dict)
+    open: dict[int, Stored] = field(default_factory=dict)
+    namespace: Namespace | None = None
+    up: bool = True
+    hung: bool = False
+    refuse: str = ""
+    leases: int = 0
+    released: int = 0
+    lookups: int = 0
+    reported: list[tuple[int, bytes]] = field(default_factory=list)
+    order: list[NewChunk] = field(default_factory=list)
+    clients: list[FakeStoreClient] = field(default_factory=list)
+    next_id: int = 1
+
+    def client(self) -> FakeStoreClient:
+        """One more client of this store."""
+        self.clients.append(FakeStoreClient(self))
+        return self.clients[-1]
+
+    def lose_connections(self) -> None:
+        """The store dies: every connection is lost, what it held in memory stays."""
+        self.up = False
+        self.open.clear()
+        for client in self.clients:
+            client.connected = False
+
+    def units(self, group: int, keys: list[bytes]) -> dict[int, Stored]:
+        """For each unit of a prompt the chunk of `group` that has it: at each place the one that shares most."""
+        found: dict[int, Stored] = {}
+        shared: dict[int, int] = {}
+        position = {key: index for index, key in enumerate(keys)}
+        for (owner, _), stored in self.chunks.items():
+            first = stored.chunk.start // MATCH_UNIT
+            wanted = self._matching(stored, first, keys, position)
+            if owner == group:
+                for unit in range(first, first + wanted):
+                    if shared.get(unit, 0) < wanted:
+                        found[unit], shared[unit] = stored, wanted
+        return found
+
+    def _matching(self, stored: Stored, first: int, keys: list[bytes], position: dict[bytes, int]) -> int:
+        """How many units of this chunk the prompt shares."""
+        parent_at = position.get(stored.chunk.parent, -1)
+        if (parent_at + 1 if parent_at >= 0 else 0) != first:
+            return 0
+        mine = chain(stored.chunk.parent, stored.chunk.tokens)
+        count = 0
+        for unit, key in enumerate(mine, start=first):
+            if unit >= len(keys) or keys[unit] != key:
+                break
+            count += 1
+        return count
+
+
+class FakeStoreClient:
+    """See `AsyncStoreClient`."""
+
+    def __init__(self, store: FakeStore) -> None:
+        self.store = store
+        self.connected = False
+        self.boot = b"boot"
+
+    async def connect(self) -> None:
+        if not self.store.up:
+            raise StoreUnavailable("down")
+        self.connected = True
+
+    async def close(self) -> None:
+        self.connected = False
+
+    async def register(self, namespace: Namespace, label: str = "") -> bytes:
+        self._check()
+        self.store.namespace = namespace
+        return namespace.id
+
+    async def lookup(
+        self, namespace_id: bytes, root: bytes, tokens: bytes, keys: bytes, *, limit: int, deadline_ms: int
+    ) -> Found:
+        self._check()
+        self.store.lookups += 1
+        while self.store.hung:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
+        self._check()
+        namespace = self.store.namespace
+        assert namespace is not None and namespace.id == namespace_id
+        split = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+        have = [self.store.units(group, split) for group in range(len(namespace.groups))]
+        for hit in range(limit, 0, -MATCH_UNIT):
+            need = [needed_from(group, hit) // MATCH_UNIT for group in namespace.groups]
+            if all(u in h for n, h in zip(need, have, strict=True) for u in range(n, hit // MATCH_UNIT)):
+                return self._found(hit, need, have)
+        return Found(rid=0, boot=self.boot, lease=0, hit=0, chunks=[], from_tier={})
+
+    def _found(self, hit: int, need: list[int], have: list[dict[int, Stored]]) -> Found:
+        chunks: dict[int, ChunkRead] = {}
+        for group, (first, units) in enumerate(zip(need, have, strict=True)):
+            for unit in range(first, hit // MATCH_UNIT):
+                s = units[unit]
+                chunks[id(s)] = ChunkRead(
+                    group, s.chunk.start, len(s.chunk.tokens) // 4, 0, 0, 0, len(s.payload), s.generation,
+                    s.checksums, s.chunk.key, s.promoted,
+                )  # fmt: skip
+        self.store.leases += 1
+        return Found(
+            rid=0, boot=self.boot, lease=self.store.leases, hit=hit, chunks=list(chunks.values()), from_tier={}
+        )
+
+    def release(self, leases: Sequence[int]) -> None:
+        self.store.released += len(leases)
+
+    async def reserve(self, namespace_id: bytes, tenant: str, chunks: Sequence[NewChunk]) -> Reserved:
+        self._check()
+        while self.store.hung:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
+        self._check()
+        return Reserved(rid=0, boot=self.boot, slots=[self._reserve(chunk) for chunk in chunks])
+
+    def _reserve(self, chunk: NewChunk) -> Slot:
+        if self.store.refuse:
+            return Slot(self.store.refuse)  # type: ignore[arg-type]
+        if (chunk.group, chunk.key) in self.store.chunks:
+            return Slot("exists")
+        assert self.store.namespace is not None
+        size = self.store.namespace.groups[chunk.group].granule_bytes * (len(chunk.tokens) // 4 // MATCH_UNIT)
+        self.store.next_id += 1
+        self.store.open[self.store.next_id] = Stored(chunk, bytearray(size))
+        return Slot("reserved", self.store.next_id)
+
+    async def commit(self, chunks: Sequence[Written]) -> Committed:
+        self._check()
+        await asyncio.sleep(0)
+        done = 0
+        for written in chunks:
+            stored = self.store.open.pop(written.reservation, None)
+            if stored is not None:
+                stored.checksums = written.checksums
+                self.store.chunks[stored.chunk.group, stored.chunk.key] = stored
+                self.store.order.append(stored.chunk)
+                done += 1
+        return Committed(rid=0, boot=self.boot, committed=done)
+
+    def abort(self, reservations: Sequence[int]) -> None:
+        for reservation in reservations:
+            self.store.open.pop(reservation, None)
+
+    def damaged(self, chunks: Sequence[tuple[int, bytes]]) -> None:
+        for name in chunks:
+            self.store.reported.append(name)
+            self.store.chunks.pop(name, None)
+
+    def payload(self, chunk: ChunkRead) -> memoryview:
+        return memoryview(self.store.chunks[chunk.group, chunk.key].payload)
+
+    def room(self, slot: Slot, length: int) -> memoryview:
+        stored = self.store.open[slot.reservation]
+        assert len(stored.payload) == length
+        return memoryview(stored.payload)
+
+    def intact(self, chunk: ChunkRead) -> bool:
+        return self.store.chunks[chunk.group, chunk.key].generation == chunk.generation
+
+    async def stats(self) -> Stats:
+        raise NotImplementedError
+
+    def _check(self) -> None:
+        if not self.connected:
+            raise StoreUnavailable("not connected")
