@@ -11,8 +11,8 @@ right before the ring's next batch. So the consumer's own gap detection goes on 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -29,7 +29,10 @@ from forebay.events.schema import (
     WireProfile,
 )
 
-SnapshotSource = Callable[[], Sequence[BlockStored]]
+# Gives events for all that is held, parents first. It may be consumed while the state goes on changing: what
+# goes meanwhile may be left out, what comes needn't be in it.
+SnapshotSource = Callable[[], Iterable[BlockStored]]
+_SNAPSHOT_TRIES = 3
 
 
 class Batch(NamedTuple):
@@ -142,13 +145,16 @@ class _Sized(NamedTuple):
     blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
-    """The present state as of the batch before `next`."""
+@dataclass(slots=True)
+class _Snapshot:
+    """The state from the batch `next` on, encoded bit by bit. What changed since then is in the ring."""
 
     next: int
     made_at: float
-    events: list[_Sized]
+    source: Iterator[BlockStored]
+    events: list[_Sized] = field(default_factory=list)
+    bytes: int = 0
+    complete: bool = False
 
 
 class History:
@@ -171,69 +177,92 @@ class History:
         self.ring = ring
         self.tombstones = Tombstones(tombstones)
         self.compactions = 0
-        self._profile, self._dp_rank, self._snapshot = profile, dp_rank, snapshot
-        self._state: _State | None = None
+        self._profile, self._dp_rank, self._source = profile, dp_rank, snapshot
+        self._kept: _Snapshot | None = None
 
     def append(self, events: Sequence[KVEvent], payload: bytes) -> int:
         """Remember a batch; returns its sequence number."""
-        if self._snapshot is not None:
+        if self._source is not None:
             self.tombstones.note(self.ring.next, events)
         return self.ring.append(payload)
 
     @property
     def snapshot_bytes(self) -> int:
         """Bytes of the encoded snapshot that is kept for the next request."""
-        return sum(len(event.data) for event in self._state.events) if self._state else 0
+        return self._kept.bytes if self._kept else 0
 
     def tick(self, now: float) -> None:
         """Let go of a snapshot that is too old to be used again."""
-        if self._state is not None and not 0 <= now - self._state.made_at <= self.SNAPSHOT_SECONDS:
-            self._state = None
+        if self._kept is not None and not 0 <= now - self._kept.made_at <= self.SNAPSHOT_SECONDS:
+            self._kept = None
 
     def lose(self, count: int) -> None:
         """`count` batches could not be published: leave a gap that consumers see and ask about."""
-        if self._snapshot is not None:
+        if self._source is not None:
             # What they said is unknown, so nobody can be brought up to date by removals alone.
             self.tombstones.horizon = self.ring.next + count
         self.ring.skip(count)
 
-    def replay(self, start: int, ts: float, epoch: str | None) -> Iterator[Batch]:
-        """Batches that take a consumer from `start` to now. Lazy: consume it while publishing goes on."""
-        until = self.ring.next
-        if start >= self.ring.begin or self._snapshot is None:
-            return self.ring.since(start, until)
-        return self._compacted(start, until, ts, epoch)
+    def replay(self, start: int, ts: float, epoch: str | None) -> Iterator[Batch | None]:
+        """Batches that take a consumer from `start` to now. Lazy: publishing may go on meanwhile.
 
-    def _compacted(self, start: int, until: int, ts: float, epoch: str | None) -> Iterator[Batch]:
+        None among them means that a slice of work was done and nothing is ready yet.
+        """
+        if start >= self.ring.begin or self._source is None:
+            return self.ring.since(start, self.ring.next)
+        return self._compacted(self._source, start, ts, epoch)
+
+    def _compacted(
+        self, source: SnapshotSource, start: int, ts: float, epoch: str | None
+    ) -> Iterator[Batch | None]:
         self.compactions += 1
-        state = self._present(start, ts, epoch)
+        for _ in range(_SNAPSHOT_TRIES):
+            snapshot = self._snapshot(source, start, ts)
+            while self._prepare(snapshot, epoch):
+                yield None
+            if snapshot.next >= self.ring.begin:
+                break
+        else:
+            # So much is published that the ring runs past every snapshot: the consumer keeps its gap.
+            return
         removals = [] if start == 0 else self.tombstones.since(start)
-        known = self._encoded(removals, epoch) + state.events
-        payloads = self._pack(known, state.next - start, ts)
-        for seq, payload in enumerate(payloads, state.next - len(payloads)):
+        known = [sized for event in removals for sized in self._encoded(event, epoch)] + snapshot.events
+        payloads = self._pack(known, snapshot.next - start, ts)
+        until = self.ring.next
+        for seq, payload in enumerate(payloads, snapshot.next - len(payloads)):
             yield Batch(seq, payload)
-        yield from self.ring.since(state.next, until)
+        yield from self.ring.since(snapshot.next, until)
 
-    def _present(self, start: int, ts: float, epoch: str | None) -> _State:
+    def _snapshot(self, source: SnapshotSource, start: int, ts: float) -> _Snapshot:
         """The kept snapshot if it fits between `start` and the ring, else a new one."""
         self.tick(ts)
-        state = self._state
-        if state is not None and state.next > start and state.next >= self.ring.begin:
-            return state
-        assert self._snapshot is not None
-        self._state = _State(self.ring.next, ts, self._encoded(self._snapshot(), epoch))
-        return self._state
+        kept = self._kept
+        if kept is None or kept.next <= start or kept.next < self.ring.begin:
+            kept = self._kept = _Snapshot(self.ring.next, ts, iter(source()))
+        return kept
 
-    def _encoded(self, events: Sequence[KVEvent], epoch: str | None) -> list[_Sized]:
-        """Those that this profile can carry; the others were never published either."""
-        done: list[_Sized] = []
-        for event in events:
-            told = msgspec.structs.replace(event, epoch=epoch, reason=SNAPSHOT)
-            try:
-                done.append(_Sized(encode_event(told, self._profile), _size(event)))
-            except EventEncodeError:
-                continue
-        return done
+    def _prepare(self, snapshot: _Snapshot, epoch: str | None) -> bool:
+        """Encode another slice; False once it is complete."""
+        blocks = 0
+        while not snapshot.complete and blocks < self.BLOCKS_PER_BATCH:
+            event = next(snapshot.source, None)
+            if event is None:
+                snapshot.complete = True
+                break
+            blocks += len(event.block_hashes)
+            for sized in self._encoded(event, epoch):
+                snapshot.events.append(sized)
+                snapshot.bytes += len(sized.data)
+        return not snapshot.complete
+
+    def _encoded(self, event: KVEvent, epoch: str | None) -> list[_Sized]:
+        """The event as one of a snapshot; nothing if this profile can't carry it (then it never was published)."""
+        told = msgspec.structs.replace(event, epoch=epoch, reason=SNAPSHOT)
+        size = 0 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)
+        try:
+            return [_Sized(encode_event(told, self._profile), size)]
+        except EventEncodeError:
+            return []
 
     def _pack(self, events: Sequence[_Sized], most: int, ts: float) -> list[bytes]:
         """Payloads of bounded size, but never more than `most` of them; at least one."""
@@ -249,7 +278,3 @@ class History:
             groups[-1].append(msgspec.Raw(event.data))
             filled += event.blocks + 1
         return [msgspec.msgpack.encode([ts, group, self._dp_rank]) for group in groups]
-
-
-def _size(event: KVEvent) -> int:
-    return 0 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)

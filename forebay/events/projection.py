@@ -6,7 +6,8 @@ can't tell them apart: what one of them loses is announced as removed only if th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from forebay.events.schema import CPU, LOCAL, STORAGE, BlockRemoved, BlockStored
@@ -61,9 +62,9 @@ class Projection:
         view = self._tiers.get(tier)
         return view.tier_removed(tier, reason) if view else []
 
-    def snapshot(self) -> list[BlockStored]:
-        """What is announced in all media: the source of a publisher's compacted history."""
-        return [event for view in self.views.values() for event in view.snapshot()]
+    def snapshot(self) -> Iterator[BlockStored]:
+        """What is announced in all media, lazily: the source of a publisher's compacted history."""
+        return chain.from_iterable(view.snapshot() for view in self.views.values())
 
     def stats(self) -> dict[Placement, ViewStats]:
         """Present figures of each view."""

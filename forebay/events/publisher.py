@@ -25,6 +25,7 @@ from forebay.events.sockets import CurveServer, Sockets
 
 END = b"\xff" * 8
 _MAX_REQUEST_BYTES = 1024
+_NO_MORE = Batch(-1, b"")
 _XPUB_NODROP = int(zmq.XPUB_NODROP)
 
 
@@ -76,7 +77,7 @@ class PublisherStats:
 class _Replay:
     """A replay in progress. `ready` is the message that comes next, `since` when it began to wait."""
 
-    batches: Iterator[Batch]
+    batches: Iterator[Batch | None]
     ready: list[bytes] | None = None
     finished: bool = False
     since: float | None = None
@@ -265,34 +266,40 @@ class EventPublisher:
         self._jobs[identity] = _Replay(self._history.replay(start, self._now, self.options.epoch))
 
     def _advance(self, router: zmq.Socket[bytes], identity: bytes, budget: int) -> int:
-        """Send up to `budget` messages of one replay; returns how many."""
+        """Send up to `budget` messages of one replay; returns how many (a slice of preparation counts too)."""
         job = self._jobs[identity]
-        for sent in range(budget):
-            if job.ready is None:
-                job.ready = self._next_message(job)
+        for used in range(budget):
+            if job.ready is None and not self._make_ready(job):
+                break
+            assert job.ready is not None
             try:
                 router.send_multipart([identity, b"", *job.ready], zmq.NOBLOCK)
             except zmq.Again:
                 job.since = self._now if job.since is None else job.since
-                return sent
+                return used
             except zmq.ZMQError:
                 # The consumer has gone.
                 self._drop(identity)
-                return sent
+                return used
             job.ready, job.since = None, None
             if job.finished:
                 del self._jobs[identity]
-                return sent + 1
-        # Others get their turn first next time.
+                return used + 1
+        # The others get their turn first next time.
         self._jobs.move_to_end(identity)
         return budget
 
-    def _next_message(self, job: _Replay) -> list[bytes]:
-        batch = next(job.batches, None)
+    def _make_ready(self, job: _Replay) -> bool:
+        """Put the next message at hand. False: it takes some more work first."""
+        batch = next(job.batches, _NO_MORE)
         if batch is None:
+            return False
+        if batch is _NO_MORE:
             job.finished = True
-            return [b"", END, b""]
-        return [self._topic, batch.seq.to_bytes(8, "big"), batch.payload]
+            job.ready = [b"", END, b""]
+        else:
+            job.ready = [self._topic, batch.seq.to_bytes(8, "big"), batch.payload]
+        return True
 
     def _give_up_stuck(self, now: float) -> None:
         patience = self.options.limits.replay_seconds

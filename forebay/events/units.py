@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import array
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -155,12 +155,12 @@ class TierView:
             return []
         self._chunks[name] = chunk.keys
         touched = [key for at, key in enumerate(chunk.keys) if self._add(chunk, at, key)]
-        return self._stored(self._settle(touched))
+        return list(self._stored(dict.fromkeys(self._settle(touched))))
 
     def chunk_removed(
         self, tier: str, group: int, key: bytes, reason: str | None = None
     ) -> list[BlockRemoved]:
-        """`tier` has lost the chunk that ends at `key`; returns what stopped being servable, children first.
+        """`tier` has lost the chunk that ends at `key`; returns what stopped being servable, in no order.
 
         A chunk that isn't known (never announced, or refused) changes nothing.
         """
@@ -170,9 +170,10 @@ class TierView:
         """`tier` has lost everything."""
         return self._remove([name for name in self._chunks if name.tier == tier], reason)
 
-    def snapshot(self) -> list[BlockStored]:
-        """The announced units as events, parents first."""
-        return self._stored(key for key, unit in self._units.items() if unit.announced)
+    def snapshot(self) -> Iterator[BlockStored]:
+        """What is announced, as events, parents first. Lazy: the view may change between two of them. Units
+        that go meanwhile are left out, units that come are not in it; their own events tell both."""
+        return self._stored(dict.fromkeys(self._units))
 
     # --- counting ----------------------------------------------------------------------------------------
 
@@ -267,25 +268,29 @@ class TierView:
 
     # --- telling -----------------------------------------------------------------------------------------
 
-    def _stored(self, keys: Iterable[bytes]) -> list[BlockStored]:
-        """Events for these units: runs along the chains, parents before children."""
-        following: dict[bytes, list[bytes]] = {}
-        chosen = dict.fromkeys(keys)
-        heads: list[bytes] = []
+    def _stored(self, chosen: Mapping[bytes, object]) -> Iterator[BlockStored]:
+        """Events for the announced ones of these units: runs along the chains, parents before children."""
+        run: list[bytes] = []
+        for key in self._parents_first(chosen):
+            if run and (self._units[key].parent != run[-1] or len(run) == _RUN_UNITS):
+                yield self._run(run)
+                run = []
+                if key not in self:
+                    continue
+            run.append(key)
+        if run:
+            yield self._run(run)
+
+    def _parents_first(self, chosen: Mapping[bytes, object]) -> Iterator[bytes]:
+        done: set[bytes] = set()
         for key in chosen:
-            parent = self._units[key].parent
-            if parent is not None and parent in chosen:
-                following.setdefault(parent, []).append(key)
-            else:
-                heads.append(key)
-        events: list[BlockStored] = []
-        while heads:
-            run = [heads.pop()]
-            while children := following.get(run[-1]):
-                run.append(children[0])
-                heads.extend(children[1:])
-            events.extend(self._run(run[at : at + _RUN_UNITS]) for at in range(0, len(run), _RUN_UNITS))
-        return events
+            line: list[bytes] = []
+            ahead: bytes | None = key
+            while ahead is not None and ahead in chosen and ahead not in done and ahead in self:
+                line.append(ahead)
+                ahead = self._units[ahead].parent
+            done.update(line)
+            yield from reversed(line)
 
     def _run(self, keys: list[bytes]) -> BlockStored:
         units = [self._units[key] for key in keys]
