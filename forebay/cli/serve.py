@@ -1,0 +1,170 @@
+"""One machine, one command: an OpenAI-compatible server whose prefix cache survives restarts and crashes.
+
+Runs a store, a worker and a front end, starts again what dies, and stops all of it on Ctrl-C or SIGTERM.
+
+example:
+  forebay serve --demo
+  forebay serve ./Qwen3-0.6B --port 8080 --memory 8GiB --fs-quota 100GiB
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forebay.cli.places import cache_dir, runtime_dir
+from forebay.cli.tables import bytes_text
+from forebay.config import Setting, add_settings, at_least, boolean, one_of, path, port, resolve, size
+from forebay.errors import ConfigError
+
+if TYPE_CHECKING:
+    from forebay.workers.health import Health
+    from forebay.workers.supervisor import ServeConfig
+
+MEMORY_DEFAULT = 2 << 30
+SHARE_OF_FREE = 2
+"""A default pool takes at most one part in this many of the free shared memory."""
+
+SETTINGS = (
+    Setting("model", path, None, "safetensors directory or GGUF file", positional=True),
+    Setting("demo", boolean, False, "serve Gemma 3 270M from the installed demo package", shown="no", switch=True),
+    Setting("host", str, "127.0.0.1", "address to listen on; other than loopback needs api_keys"),
+    Setting("port", port, 8000, "port to listen on"),
+    Setting("memory", size, None, "hard budget of the cache in shared memory", shown="2GiB, or half of what is free"),
+    Setting("pool_dir", path, path("/dev/shm"), "where that memory is; a tmpfs"),  # noqa: S108
+    Setting("fs", path, None, "directory of the cache's files", shown="kv in the cache directory"),
+    Setting("fs_quota", size, 10 << 30, "hard quota of that directory", shown="10GiB"),
+    Setting("no_fs", boolean, False, "keep no files: the cache ends with the command", shown="no", switch=True),
+    Setting("dtype", one_of("auto", "float32", "bfloat16", "float16", "float64"), "auto", "of weights, arithmetic, KV"),
+    Setting("device", str, "cpu", "cpu, cuda or cuda:N"),
+    Setting("device_memory", size, None, "bytes of the worker's block pool", shown="1GiB"),
+    Setting("chunk_tokens", at_least(16), None, "tokens of a sealed chunk", shown="256"),
+    Setting("threads", at_least(0), None, "compute threads", shown="what torch chooses"),
+    Setting("label", str, None, "the model's name for clients", shown="last part of its path"),
+    Setting("api_keys", path, None, "file with one `KEY TENANT` a line; without it nobody is asked"),
+    Setting("max_queue", at_least(1), None, "requests under way at once; more get 429", shown="256"),
+    Setting("events", str, None, "ZMQ endpoint of the store's KV events, such as tcp://127.0.0.1:5557"),
+    Setting("replay", str, None, "ZMQ endpoint of their replay"),
+)
+
+_CURL = """try
+  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add this command's flags."""
+    add_settings(parser, SETTINGS)
+
+
+def run(flags: dict[str, Any]) -> int:
+    """Serve until stopped."""
+    values = resolve("serve", SETTINGS, flags)
+    _check(values)
+    from forebay.workers.supervisor import serve, take_port
+
+    # The port first: whoever can't have it should not wait for a model to be converted.
+    with take_port(values["host"], values["port"]) as listener:
+        model = _model(values)
+        config = _config(values, model)
+        _tell(f"starting {model.name}; this takes a moment")
+        began = time.monotonic()
+        return serve(config, listener, _tell, lambda health: _ready(values, config, health, time.monotonic() - began))
+
+
+def _check(values: dict[str, Any]) -> None:
+    if values["demo"] and values["model"] is not None:
+        raise ConfigError("give a MODEL or --demo, not both")
+    if values["model"] is None and not values["demo"]:
+        raise ConfigError("which model? give a safetensors directory or a GGUF file, or --demo for Gemma 3 270M")
+    if values["model"] is not None and not values["model"].exists():
+        raise ConfigError(f"there is no model at {values['model']}; give a safetensors directory or a GGUF file")
+    if values["no_fs"] and values["fs"] is not None:
+        raise ConfigError("give --fs or --no-fs, not both")
+    if values["host"] not in ("127.0.0.1", "localhost", "::1") and values["api_keys"] is None:
+        raise ConfigError(
+            f"--host {values['host']}: a server that others can reach needs --api-keys FILE; or leave --host out"
+        )
+
+
+def _model(values: dict[str, Any]) -> Path:
+    if not values["demo"]:
+        return Path(values["model"]).absolute()
+    from forebay.models.demo import demo_path, terms_notice
+
+    _notice_once(terms_notice())
+    return demo_path()
+
+
+def _notice_once(text: str) -> None:
+    """Terms of use are shown once to each user, and then remembered in the cache directory."""
+    stamp = cache_dir() / "gemma-terms-shown"
+    if stamp.exists():
+        return
+    print(text, file=sys.stderr, flush=True)
+    try:
+        stamp.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        stamp.touch()
+    except OSError as error:
+        _tell(f"can't remember that this was shown ({error.strerror}): {stamp}")
+
+
+def _config(values: dict[str, Any], model: Path) -> ServeConfig:
+    from forebay.workers.supervisor import ServeConfig
+
+    store = {name: values[name] for name in ("events", "replay")}
+    store["memory"] = values["memory"] or default_memory(values["pool_dir"])
+    if not values["no_fs"]:
+        store["fs"] = _files(values)
+        store["fs_quota"] = values["fs_quota"]
+    worker = {name: values[name] for name in ("dtype", "device", "device_memory", "chunk_tokens", "threads", "label")}
+    frontend = {name: values[name] for name in ("api_keys", "max_queue")}
+    return ServeConfig(
+        model=model, runtime=runtime_dir() / f"serve-{values['port']}", host=values["host"], port=values["port"],
+        pool_dir=values["pool_dir"].absolute(), store_arguments=_arguments(store),
+        worker_arguments=_arguments(worker), frontend_arguments=_arguments(frontend),
+    )  # fmt: skip
+
+
+def _files(values: dict[str, Any]) -> Path:
+    folder: Path = values["fs"] or cache_dir() / "kv"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder.absolute()
+
+
+def _arguments(settings: dict[str, Any]) -> list[str]:
+    """Settings as flags of another command; those that aren't set are left to it."""
+    flags: list[str] = []
+    for name, value in settings.items():
+        if value is not None:
+            flags += [f"--{name.replace('_', '-')}", str(value)]
+    return flags
+
+
+def default_memory(pool_dir: Path) -> int:
+    """2 GiB, or half of what the tmpfs has free if that is less. Whole MiB."""
+    try:
+        found = os.statvfs(pool_dir)
+    except OSError as error:
+        raise ConfigError(f"--pool-dir {pool_dir}: {error.strerror}; give a tmpfs such as /dev/shm") from error
+    free = found.f_bavail * found.f_frsize
+    return max(min(MEMORY_DEFAULT, free // SHARE_OF_FREE) >> 20 << 20, 16 << 20)
+
+
+def _tell(line: str) -> None:
+    print(f"forebay serve: {line}", file=sys.stderr, flush=True)
+
+
+def _ready(values: dict[str, Any], config: ServeConfig, health: Health, took_s: float) -> None:
+    """The end of the beginning: the URL, and a line to paste."""
+    host = f"[{values['host']}]" if ":" in values["host"] else values["host"]
+    url = f"http://{host}:{values['port']}"
+    memory = values["memory"] or default_memory(values["pool_dir"])
+    kept = "no files" if values["no_fs"] else f"files in {values['fs'] or cache_dir() / 'kv'}"
+    body = json.dumps({"model": health.model, "prompt": "The capital of France is", "max_tokens": 20, "temperature": 0})
+    _tell(f"{health.model} is ready after {took_s:.0f} s; cache: {bytes_text(memory)} of memory, {kept}")
+    print(f"\n{_CURL.format(url=url, body=body)}\n\nserving on {url} (Ctrl-C stops everything)", flush=True)
