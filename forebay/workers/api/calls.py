@@ -1,0 +1,69 @@
+"""One generation as the front end sees it: its tokens, its attempts, and what it still waits for."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from dataclasses import dataclass, field
+
+from forebay.kvstore.identity import pack_tokens
+from forebay.workers.protocol import FinishReason, Generate, Sampling, TokenOut
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A generation is over."""
+
+    reason: FinishReason
+    error: str = ""
+
+
+@dataclass(eq=False)
+class Call:
+    """A generation under way. `emitted` is its whole state: a successor of its worker is fed these ids.
+
+    `events` is bounded by `max_tokens`: every entry but the last is one token.
+    """
+
+    id: str
+    prompt: bytes
+    sampling: Sampling
+    salt: bytes
+    tenant: str
+    attempt: int = 0
+    emitted: array[int] = field(default_factory=lambda: array("I"))
+    events: asyncio.Queue[TokenOut | Ended] = field(default_factory=asyncio.Queue)
+    cached: dict[str, int] | None = None
+    ended: bool = False
+
+    def request(self) -> Generate:
+        """The message that starts the next attempt."""
+        self.attempt += 1
+        return Generate(
+            id=self.id, attempt=self.attempt, prompt=self.prompt, sampling=self.sampling,
+            emitted=pack_tokens(self.emitted), salt=self.salt, tenant=self.tenant,
+        )  # fmt: skip
+
+    def began(self, attempt: int, cached: dict[str, int]) -> None:
+        """The worker knows what was cached. Only the first attempt counts: later ones find their own work."""
+        if attempt == self.attempt and self.cached is None:
+            self.cached = cached
+
+    def token(self, out: TokenOut) -> None:
+        """A token of some attempt. Output of a dead attempt, and what was emitted already, is dropped."""
+        if self.ended or out.attempt != self.attempt or out.index != len(self.emitted):
+            return
+        self.emitted.append(out.token)
+        self.events.put_nowait(out)
+
+    def end(self, attempt: int, reason: FinishReason, error: str = "") -> bool:
+        """The worker is done with some attempt; True if it was the present one."""
+        if self.ended or attempt != self.attempt:
+            return False
+        self.ended = True
+        self.events.put_nowait(Ended(reason, error))
+        return True
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self.cached.values()) if self.cached else 0

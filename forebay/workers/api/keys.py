@@ -1,0 +1,123 @@
+"""API keys: who asks, as an opaque tenant, and the salt that keeps tenants' caches apart.
+
+The file of `--api-keys` has one `KEY TENANT` a line; `#` begins a comment. Without it everybody is one tenant.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from forebay.errors import ConfigError
+from forebay.kvstore.identity import tenant_salt
+from forebay.workers.api.errors import ApiError
+
+log = logging.getLogger(__name__)
+
+MAX_KEYS = 10_000
+SECRET_BYTES = 32
+SALT_CHARACTERS_MAX = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Who asks. `secret` never leaves the server; the id is what headers and quotas show."""
+
+    id: str
+    secret: bytes = field(repr=False)
+
+    def salt(self, cache_salt: str | None) -> bytes:
+        """The salt of this tenant's chains: empty only for the one tenant of an open server without salt."""
+        if cache_salt is not None and len(cache_salt) > SALT_CHARACTERS_MAX:
+            raise ApiError(400, f"cache_salt has over {SALT_CHARACTERS_MAX} characters", param="cache_salt")
+        if not self.id and not cache_salt:
+            return b""
+        return tenant_salt(self.secret, cache_salt or "")
+
+
+@dataclass(frozen=True)
+class Keys:
+    """All keys, as digests. `open` servers ask for none."""
+
+    tenants: tuple[tuple[bytes, Tenant], ...] = field(repr=False)
+    everyone: Tenant | None = None
+
+    def who(self, authorization: str | None) -> Tenant:
+        """The tenant of an Authorization header. Compares with every key, so that time tells nothing.
+
+        Raises ApiError 401.
+        """
+        if self.everyone is not None:
+            return self.everyone
+        given = _digest((authorization or "").removeprefix("Bearer ").strip())
+        found = None
+        for digest, tenant in self.tenants:
+            if hmac.compare_digest(given, digest):
+                found = tenant
+        if found is None:
+            raise ApiError(
+                401, "no valid API key; send Authorization: Bearer KEY", kind="authentication_error", code="invalid_api_key"
+            )
+        return found
+
+
+def open_to_all(state: Path) -> Keys:
+    """Keys of a server that asks for none: one tenant, with the server's own secret for salts."""
+    return Keys((), Tenant("", _server_secret(state)))
+
+
+def load_keys(file: Path, state: Path) -> Keys:
+    """Keys from a file. `state` keeps the server's secret across restarts. Raises ConfigError."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+        mode = stat.S_IMODE(file.stat().st_mode)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-keys {file}: can't be read ({error})") from error
+    if mode & 0o077:
+        log.warning("--api-keys %s can be read by others (mode %o); chmod 600 it", file, mode)
+    secret = _server_secret(state)
+    tenants = []
+    for number, line in enumerate(lines, 1):
+        words = line.split("#", 1)[0].split()
+        if not words:
+            continue
+        if len(words) != 2 or len(words[1].encode()) > 128:
+            raise ConfigError(f"--api-keys {file}, line {number}: takes `KEY TENANT` (tenant of up to 128 bytes)")
+        derived = hmac.new(secret, words[1].encode(), hashlib.sha256).digest()
+        tenants.append((_digest(words[0]), Tenant(words[1], derived)))
+    if not 0 < len(tenants) <= MAX_KEYS:
+        raise ConfigError(f"--api-keys {file}: has {len(tenants)} keys; it takes 1 to {MAX_KEYS}")
+    return Keys(tuple(tenants))
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _server_secret(state: Path) -> bytes:
+    """The server's secret, made once with mode 0600: tenants' salts, and so their caches, survive a restart."""
+    file = state / "server-secret"
+    try:
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        partial = state / f"server-secret.{os.getpid()}"
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as out:
+            out.write(secrets.token_bytes(SECRET_BYTES))
+        try:
+            os.link(partial, file)  # the first of several front ends decides
+        except FileExistsError:
+            pass
+        finally:
+            partial.unlink()
+        secret = file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--state-dir {state}: can't keep the server's secret there ({error.strerror})") from error
+    if len(secret) != SECRET_BYTES:
+        raise ConfigError(f"{file} is damaged; remove it (cached prompts of tenants are then lost)")
+    return secret

@@ -1,0 +1,234 @@
+"""The front end's connection to its worker, across the deaths of that worker.
+
+    connected --- connection lost, or no heartbeat for 2 s ---> waiting for a worker
+        ^                                                             |
+        +-- describe, resubmit every open call with what it emitted --+
+
+A long step is no hang: heartbeats come from beside the engine. Calls that find no worker for `give_up_s` end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from forebay.errors import ProtocolError
+from forebay.ipc.framing import FrameBuffer
+from forebay.workers.api.calls import Call
+from forebay.workers.api.errors import busy, unavailable
+from forebay.workers.protocol import (
+    FROM_WORKER,
+    TO_WORKER,
+    WORKER_PROTOCOL_VERSION,
+    Alive,
+    Cancel,
+    Describe,
+    Description,
+    Finished,
+    FromWorker,
+    GetWorkerStats,
+    Outputs,
+    Sampling,
+    Started,
+    WorkerStats,
+)
+
+log = logging.getLogger(__name__)
+
+SILENCE_S = 2.0
+DESCRIBE_S = 10.0
+RETRY_S = (0.02, 0.05, 0.1, 0.2)
+READ_BYTES = 1 << 18
+RETRY_AFTER_S = 1
+
+
+@dataclass
+class LinkCounters:
+    """What happened so far."""
+
+    connects: int = 0
+    losses: int = 0
+    hangs: int = 0
+    resubmitted: int = 0
+    refused: int = 0
+    given_up: int = 0
+
+
+@dataclass
+class WorkerLink:
+    """All calls of one front end and the worker that runs them. Lives on the front end's loop."""
+
+    path: Path
+    max_calls: int
+    give_up_s: float = 120.0
+    calls: dict[str, Call] = field(default_factory=dict)
+    description: Description | None = None
+    counters: LinkCounters = field(default_factory=LinkCounters)
+    last_stats: WorkerStats | None = None
+    _writer: asyncio.StreamWriter | None = None
+    _described: asyncio.Event = field(default_factory=asyncio.Event)
+    _heard: float = 0.0
+    _alone_since: float = 0.0
+    _stats: list[asyncio.Future[WorkerStats]] = field(default_factory=list)
+
+    @property
+    def connected(self) -> bool:
+        return self._writer is not None and self._described.is_set()
+
+    async def run(self) -> None:
+        """Keep a connection, for ever."""
+        loop = asyncio.get_running_loop()
+        self._alone_since = loop.time()
+        failures = 0
+        while True:
+            try:
+                await self._converse()
+                failures = 0
+            except (OSError, ProtocolError, TimeoutError, asyncio.IncompleteReadError) as error:
+                failures += 1
+                if not isinstance(error, (FileNotFoundError, ConnectionRefusedError)):
+                    log.warning("the worker on %s: %s", self.path, error or type(error).__name__)
+            self._give_up_if_late(loop.time())
+            await asyncio.sleep(RETRY_S[min(failures, len(RETRY_S) - 1)])
+
+    async def _converse(self) -> None:
+        reader, self._writer = await asyncio.open_unix_connection(str(self.path), limit=READ_BYTES)
+        loop = asyncio.get_running_loop()
+        self._heard = loop.time()
+        watch = asyncio.create_task(self._watch())
+        try:
+            self._send(Describe())
+            buffer: FrameBuffer[FromWorker] = FrameBuffer(FROM_WORKER)
+            while data := await reader.read(READ_BYTES):
+                self._heard = loop.time()
+                for message in buffer.feed(data):
+                    self._take(message)
+        finally:
+            watch.cancel()
+            self._lost(loop.time())
+
+    async def _watch(self) -> None:
+        """Cut a connection on which nothing is heard: the worker hangs, or never said what it is."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(SILENCE_S / 8)
+            patience = SILENCE_S if self._described.is_set() else DESCRIBE_S
+            if loop.time() - self._heard > patience and self._writer is not None:
+                self.counters.hangs += 1
+                log.warning("the worker on %s has been silent for %.1f s", self.path, loop.time() - self._heard)
+                self._writer.transport.abort()
+                return
+
+    def _lost(self, now: float) -> None:
+        if self._writer is not None:
+            self._writer.transport.abort()
+        self._writer = None
+        if self._described.is_set():
+            self.counters.losses += 1
+            self._alone_since = now
+        self._described.clear()
+        for waiting in self._stats:
+            waiting.cancel()
+        self._stats.clear()
+
+    def _give_up_if_late(self, now: float) -> None:
+        if now - self._alone_since < self.give_up_s:
+            return
+        for call in list(self.calls.values()):
+            self.counters.given_up += 1
+            call.end(call.attempt, "error", f"no worker came back within {self.give_up_s:.0f} s")
+            self._forget(call)
+
+    def _take(self, message: FromWorker) -> None:
+        match message:
+            case Outputs():
+                for out in message.tokens:
+                    if (call := self.calls.get(out.id)) is not None:
+                        call.token(out)
+            case Started():
+                if (call := self.calls.get(message.id)) is not None:
+                    call.began(message.attempt, message.cached)
+            case Finished():
+                self._finished(message)
+            case Description():
+                self._met(message)
+            case WorkerStats():
+                self.last_stats = message
+                for waiting in self._stats:
+                    if not waiting.done():
+                        waiting.set_result(message)
+                self._stats.clear()
+            case Alive():
+                if self.description is not None and self._described.is_set() and message.boot != self.description.boot:
+                    raise ProtocolError("another worker answers on this socket")
+
+    def _finished(self, message: Finished) -> None:
+        call = self.calls.get(message.id)
+        # A call that we cancel is forgotten at once: hearing it of another means that the worker is leaving,
+        # and its successor goes on.
+        if call is not None and message.reason != "cancelled" and call.end(message.attempt, message.reason, message.error):
+            self._forget(call)
+
+    def _met(self, description: Description) -> None:
+        if description.version != WORKER_PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"the worker speaks version {description.version}, this front end {WORKER_PROTOCOL_VERSION}"
+            )
+        self.description = description
+        if self._described.is_set():
+            return
+        self._described.set()
+        self.counters.connects += 1
+        for call in self.calls.values():
+            self.counters.resubmitted += call.attempt > 0
+            self._send(call.request())
+
+    # --- calls -----------------------------------------------------------------------------------------
+
+    def start(self, prompt: bytes, sampling: Sampling, salt: bytes, tenant: str) -> Call:
+        """Begin a generation. Raises ApiError 503 without a worker, 429 at the cap."""
+        if self.description is None:
+            raise unavailable("no worker is ready yet; try again in a moment")
+        if len(self.calls) >= self.max_calls:
+            self.counters.refused += 1
+            raise busy(f"{len(self.calls)} requests are under way already; try again later", RETRY_AFTER_S)
+        call = Call(secrets.token_hex(12), prompt, sampling, salt, tenant)
+        self.calls[call.id] = call
+        if self.connected:
+            self._send(call.request())
+        return call
+
+    def stop(self, call: Call) -> None:
+        """The client has gone, or has all that it wants (a stop string). Idempotent."""
+        if call.id in self.calls:
+            self._forget(call)
+            call.ended = True
+            if self.connected:
+                self._send(Cancel(id=call.id, attempt=call.attempt))
+
+    def _forget(self, call: Call) -> None:
+        self.calls.pop(call.id, None)
+
+    async def stats(self, timeout_s: float = 1.0) -> WorkerStats | None:
+        """The worker's present figures; the last known ones if it doesn't answer in time."""
+        if not self.connected:
+            return self.last_stats
+        waiting: asyncio.Future[WorkerStats] = asyncio.get_running_loop().create_future()
+        self._stats.append(waiting)
+        self._send(GetWorkerStats())
+        try:
+            return await asyncio.wait_for(waiting, timeout_s)
+        except (TimeoutError, asyncio.CancelledError):
+            return self.last_stats
+
+    def refresh(self) -> None:
+        """Ask for a new description: the worker's view of its store changes."""
+        if self.connected:
+            self._send(Describe())
+
+    def _send(self, message: object) -> None:
+        assert self._writer is not None
+        self._writer.write(TO_WORKER.encode(message))

@@ -1,0 +1,175 @@
+"""Answers in OpenAI's shapes: whole and streamed, completions and chat."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from forebay.models.tokenizer import Tokenizer
+from forebay.workers.api.deltas import Delta
+from forebay.workers.protocol import TokenOut
+
+DONE = b"data: [DONE]\n\n"
+
+
+def sse(body: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of one request, over all its choices."""
+
+    prompt: int
+    completion: int
+    cached: int
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt, "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }  # fmt: skip
+
+
+@dataclass
+class Gathered:
+    """A whole choice, for answers that aren't streamed."""
+
+    text: str = ""
+    tokens: list[TokenOut] = field(default_factory=list)
+    finish: str | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Append what came."""
+        self.text += delta.text
+        self.tokens.extend(delta.tokens)
+        self.finish = delta.finish or self.finish
+
+
+class Shape(Protocol):
+    """How one endpoint writes its answers."""
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """A first chunk of a streamed choice, if this endpoint has one."""
+
+    def chunk(self, index: int, delta: Delta) -> dict[str, Any]:
+        """One streamed chunk."""
+
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
+        """The last chunk, if usage was asked for."""
+
+    def whole(self, choices: Sequence[Gathered], usage: Usage) -> dict[str, Any]:
+        """The whole answer."""
+
+
+@dataclass
+class Frame:
+    """What all chunks of one answer share."""
+
+    id: str
+    model: str
+    tokenizer: Tokenizer
+    logprobs: int | None
+    token_ids: bool
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def around(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """The envelope."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
+
+
+@dataclass
+class CompletionShape:
+    """`/v1/completions`. Keeps each choice's text offset, which its logprobs count from."""
+
+    frame: Frame
+    offsets: dict[int, int] = field(default_factory=dict)
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        return None
+
+    def chunk(self, index: int, delta: Delta) -> dict[str, Any]:
+        return self.frame.around("text_completion", [self._choice(index, delta.text, delta.tokens, delta.finish)])
+
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
+        return self.frame.around("text_completion", [], usage=usage.body())
+
+    def whole(self, choices: Sequence[Gathered], usage: Usage) -> dict[str, Any]:
+        listed = [self._choice(i, c.text, c.tokens, c.finish) for i, c in enumerate(choices)]
+        return self.frame.around("text_completion", listed, usage=usage.body())
+
+    def _choice(self, index: int, text: str, tokens: Sequence[TokenOut], finish: str | None) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
+        if self.frame.logprobs is not None:
+            choice["logprobs"] = self._logprobs(index, tokens)
+        if self.frame.token_ids:
+            choice["token_ids"] = [out.token for out in tokens]
+        return choice
+
+    def _logprobs(self, index: int, tokens: Sequence[TokenOut]) -> dict[str, Any]:
+        name = self.frame.tokenizer.token
+        texts = [name(out.token) for out in tokens]
+        offset, offsets = self.offsets.get(index, 0), []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        self.offsets[index] = offset
+        return {
+            "tokens": texts,
+            "token_logprobs": [out.logprob for out in tokens],
+            "top_logprobs": [{name(token): value for token, value in out.top} for out in tokens],
+            "text_offset": offsets,
+        }
+
+
+@dataclass
+class ChatShape:
+    """`/v1/chat/completions`."""
+
+    frame: Frame
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        delta = {"role": "assistant", "content": ""}
+        return self.frame.around(
+            "chat.completion.chunk", [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
+        )
+
+    def chunk(self, index: int, delta: Delta) -> dict[str, Any]:
+        content = {"content": delta.text} if delta.text or not delta.finish else {}
+        choice = {"index": index, "delta": content, "logprobs": self._logprobs(delta.tokens), "finish_reason": delta.finish}
+        if self.frame.token_ids:
+            choice["token_ids"] = [out.token for out in delta.tokens]
+        return self.frame.around("chat.completion.chunk", [choice])
+
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
+        return self.frame.around("chat.completion.chunk", [], usage=usage.body())
+
+    def whole(self, choices: Sequence[Gathered], usage: Usage) -> dict[str, Any]:
+        listed = []
+        for index, got in enumerate(choices):
+            message = {"role": "assistant", "content": got.text, "refusal": None}
+            choice = {
+                "index": index, "message": message, "logprobs": self._logprobs(got.tokens), "finish_reason": got.finish,
+            }  # fmt: skip
+            if self.frame.token_ids:
+                choice["token_ids"] = [out.token for out in got.tokens]
+            listed.append(choice)
+        return self.frame.around("chat.completion", listed, usage=usage.body())
+
+    def _logprobs(self, tokens: Sequence[TokenOut]) -> dict[str, Any] | None:
+        if self.frame.logprobs is None:
+            return None
+        return {"content": [self._entry(out.token, out.logprob, out.top) for out in tokens], "refusal": None}
+
+    def _entry(self, token: int, logprob: float | None, top: Sequence[tuple[int, float]] | None) -> dict[str, Any]:
+        text = self.frame.tokenizer.token(token)
+        entry: dict[str, Any] = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        if top is not None:
+            entry["top_logprobs"] = [self._entry(other, value, None) for other, value in top]
+        return entry
