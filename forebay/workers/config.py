@@ -52,8 +52,8 @@ class WorkerConfig:
     """Compute threads; 0 leaves it to torch."""
     label: str = ""
     """The model's name for people, topics and the store's listings; by default the path's last part."""
-    fingerprint_cache: Path | None = None
-    """Where fingerprints of weights are kept; None: forebay's cache directory."""
+    cache_dir: Path | None = None
+    """Where converted checkpoints and fingerprints of weights are kept; None: forebay's cache directory."""
 
     @property
     def model_label(self) -> str:

@@ -45,17 +45,20 @@ class HostCopier:
 
     def __init__(self, pool: Tensor) -> None:
         assert pool.is_contiguous()
-        self._rows: Bytes = _rows(pool).numpy()
-        self.granule_bytes = self._rows.shape[1]
+        rows: Bytes = _rows(pool).numpy()
+        self.granule_bytes = rows.shape[1]
+        self._rows = list(rows)  # a view for each block: made once, not at every copy
 
     def load(self, source: memoryview, checksums: bytes, blocks: Sequence[int]) -> int:
         """See `Copier`. The hash is of what arrived in the block, not of what was read."""
         rows, digest = self._rows, xxhash.xxh3_64_intdigest
         granules = _granules(source, self.granule_bytes)
-        assert len(granules) == len(blocks) and len(checksums) == 8 * len(blocks)
+        expected = _checksums(checksums)
+        assert len(granules) == len(blocks) == len(expected)
         for index, block in enumerate(blocks):
-            rows[block] = granules[index]
-            if digest(rows[block]) != int.from_bytes(checksums[8 * index : 8 * index + 8], "little"):
+            row = rows[block]
+            row[:] = granules[index]
+            if digest(row) != expected[index]:
                 return index
         return len(blocks)
 
@@ -106,8 +109,13 @@ def _granules(data: memoryview, granule_bytes: int) -> Bytes:
     return np.frombuffer(data, dtype=np.uint8).reshape(-1, granule_bytes)
 
 
+def _checksums(packed: bytes) -> list[int]:
+    expected: list[int] = np.frombuffer(packed, dtype="<u8").tolist()
+    return expected
+
+
 def _good(granules: Bytes, checksums: bytes) -> int:
-    for index, row in enumerate(granules):
-        if xxhash.xxh3_64_intdigest(row) != int.from_bytes(checksums[8 * index : 8 * index + 8], "little"):
+    for index, (row, expected) in enumerate(zip(granules, _checksums(checksums), strict=True)):
+        if xxhash.xxh3_64_intdigest(row) != expected:
             return index
     return len(granules)

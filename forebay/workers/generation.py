@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from forebay.kvstore.identity import unpack_tokens
+import numpy as np
+
 from forebay.scheduler.request import Request
 from forebay.workers.protocol import FinishReason, Generate
 from forebay.workers.sampling import check_sampling
@@ -68,13 +69,13 @@ def begin(key: RequestKey, ask: Generate, bounds: Bounds) -> Generation | str:
     wrong = check_sampling(ask.sampling)
     if wrong:
         return wrong
-    prompt, emitted = unpack_tokens(ask.prompt), unpack_tokens(ask.emitted)
-    highest = max(*prompt, *emitted, 0)
+    tokens = np.frombuffer(ask.prompt + ask.emitted, dtype="<u4")
+    prompt_tokens, highest = len(ask.prompt) // 4, int(tokens.max())
     if highest >= bounds.vocab_size:
         return f"token id {highest} is out of range; the model's vocabulary has {bounds.vocab_size} tokens"
-    if len(prompt) >= bounds.tokens_max:
-        return _too_long(len(prompt), bounds)
-    request = Request(key, [*prompt, *emitted], len(prompt))
+    if prompt_tokens >= bounds.tokens_max:
+        return _too_long(prompt_tokens, bounds)
+    request = Request(key, tokens.tolist(), prompt_tokens)
     return Generation(key, ask, request, bounds.tokens_max, bounds.eos_ids)
 
 

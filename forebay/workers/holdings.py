@@ -193,8 +193,10 @@ class Holdings:
         rooms = []
         for group in range(len(self.pools)):
             table = holding.tables[group]
-            have = {*range(holding.trimmed[group], len(table)), *holding.extra[group]}
-            rooms.append(GroupRoom(frozenset(have), tuple(holding.spare[group])))
+            held = range(holding.trimmed[group], len(table))
+            extra = (range(*run) for run in _runs(list(holding.extra[group])))
+            have = tuple(run for run in (held, *extra) if run)
+            rooms.append(GroupRoom(have, tuple(holding.spare[group])))
         return Pull(
             request=request.key,
             root=holding.chain.root,
@@ -206,7 +208,10 @@ class Holdings:
         )
 
     def settle(self, request: Request, pulled: Pulled) -> None:
-        """Adopt what a load brought; gives back what it did not use."""
+        """Adopt what a load brought; gives back what it did not use.
+
+        What was loaded becomes findable with the request's first step, after its client has been answered.
+        """
         holding = self._held[request.key]
         gained = pulled.hit > request.computed
         units = (pulled.hit if gained else request.computed) // MATCH_UNIT
@@ -217,7 +222,6 @@ class Holdings:
         holding.spare, holding.extra = [], []
         if gained:
             request.computed = pulled.hit
-            self._register(request, holding, units)
             holding.stored = pulled.hit
         elif pulled.stored is not None:
             holding.stored = min(pulled.stored, request.computed)
@@ -225,10 +229,11 @@ class Holdings:
     def _adopt(self, holding: Holding, group: int, units: int, placed: dict[int, int]) -> None:
         """Lengthen a table to `units`, with what was loaded and what the device had anyway."""
         table, extra, spare = holding.tables[group], holding.extra[group], holding.spare[group]
+        assert list(placed.values()) == spare[: len(placed)], "spare blocks are taken in order"
+        del spare[: len(placed)]
         first = self.shapes[group].first_unit(units * MATCH_UNIT)
         for unit in range(len(table), units):
             if unit in placed:
-                spare.remove(placed[unit])
                 table.append(placed[unit])
             else:
                 table.append(extra.pop(unit, NO_BLOCK) if unit >= first else NO_BLOCK)

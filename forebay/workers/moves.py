@@ -10,12 +10,13 @@ from forebay.kvstore.protocol import NewChunk
 
 @dataclass(frozen=True, slots=True)
 class GroupRoom:
-    """One group's side of a pull: `have` are units on the device already, `spare` blocks to copy into.
+    """One group's side of a pull: `have` are ascending runs of units that the device has already, `spare`
+    blocks to copy into.
 
     `spare` is taken in order by the units that are missing, in theirs.
     """
 
-    have: frozenset[int]
+    have: tuple[range, ...]
     spare: tuple[int, ...]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ ATTEMPTS_MAX = 3
 GRACE_S = 1.0
 """How much longer than the store's own deadline a lookup may take before its store counts as hung."""
 
+TURN_S = 0.001
+"""A copy gives others their turn after this long."""
+
 HOST = "host"
 DEVICE = "device"
 
@@ -40,7 +44,7 @@ class Copy:
 
     chunk: ChunkRead
     first: int
-    units: tuple[int, ...]
+    units: range
     blocks: tuple[int, ...]
 
 
@@ -115,6 +119,7 @@ class Puller:
     async def _copy(self, copies: Sequence[Copy]) -> list[ChunkRead]:
         """Carry out copies; returns chunks that are not what they should be, after the first of which it
         stops."""
+        turn = time.monotonic()
         for copy in copies:
             chunk, copier = copy.chunk, self._copiers[copy.chunk.group]
             size = copier.granule_bytes
@@ -130,9 +135,11 @@ class Puller:
             source_name = chunk.promoted or HOST
             self._counters.add(f"loaded.{source_name}.bytes", len(source))
             self._counters.add(f"loaded.{source_name}.chunks")
-            await asyncio.sleep(0)
-            if not self._client.connected:
-                raise StoreUnavailable("the store went away during a copy")
+            if time.monotonic() - turn > TURN_S:
+                await asyncio.sleep(0)
+                turn = time.monotonic()
+                if not self._client.connected:
+                    raise StoreUnavailable("the store went away during a copy")
         return []
 
 
@@ -145,25 +152,24 @@ def plan_copies(shapes: Sequence[GroupShape], pull: Pull, found: Found) -> list[
     copies: list[Copy] = []
     last = found.hit // MATCH_UNIT
     for group, (shape, room) in enumerate(zip(shapes, pull.rooms, strict=True)):
-        spare = iter(room.spare)
-        missing = [unit for unit in range(shape.first_unit(found.hit), last) if unit not in room.have]
-        covered: set[int] = set()
-        end = 0
+        missing = missing_runs(room.have, shape.first_unit(found.hit), last)
+        # The open chunk would like more than a query needs; only the latter is a must.
+        needed = needed_from(shape.geometry, found.hit) // MATCH_UNIT
+        lacking = sum(len(_cut(run, needed, last)) for run in missing)
+        used = end = 0
         for chunk in sorted((c for c in found.chunks if c.group == group), key=lambda c: c.start):
             begin = chunk.start // MATCH_UNIT
             if begin < end:
                 return None
             end = begin + chunk.tokens // MATCH_UNIT
-            units = [unit for unit in missing if begin <= unit < end]
-            covered.update(units)
-            for run in _runs(units):
-                blocks = tuple(block for _, block in zip(run, spare, strict=False))
-                if len(blocks) < len(run):
+            for units in filter(None, (_cut(run, begin, end) for run in missing)):
+                blocks = room.spare[used : used + len(units)]
+                if len(blocks) < len(units):
                     return None
-                copies.append(Copy(chunk, run[0] - begin, tuple(run), blocks))
-        # The open chunk would like more than a query needs; only the latter is a must.
-        needed = needed_from(shape.geometry, found.hit) // MATCH_UNIT
-        if any(unit >= needed and unit not in covered for unit in missing):
+                copies.append(Copy(chunk, units.start - begin, units, blocks))
+                used += len(units)
+                lacking -= len(_cut(units, needed, last))
+        if lacking:
             return None
     return copies
 
@@ -171,20 +177,28 @@ def plan_copies(shapes: Sequence[GroupShape], pull: Pull, found: Found) -> list[
 def sources_of(pull: Pull, hit: int, copies: Sequence[Copy]) -> dict[str, int]:
     """Tokens of the hit by where they came from, in all exactly `hit`. A unit that one group has on the
     device and another one doesn't was copied; one that a tier had to bring in any group is that tier's."""
-    names = dict.fromkeys(set().union(*(room.have for room in pull.rooms)), DEVICE)
-    for copy in copies:
-        for unit in copy.units:
-            if names.get(unit, HOST) in (HOST, DEVICE):
-                names[unit] = copy.chunk.promoted or HOST
-    counts = Counter(names.get(unit, HOST) for unit in range(hit // MATCH_UNIT))
-    return {name: units * MATCH_UNIT for name, units in sorted(counts.items())}
+    names = [HOST] * (hit // MATCH_UNIT)
+    have = ((units, DEVICE) for room in pull.rooms for units in room.have)
+    copied = sorted(((c.units, c.chunk.promoted or HOST) for c in copies), key=lambda item: item[1] != HOST)
+    for run, name in (*have, *copied):
+        units = _cut(run, 0, len(names))
+        names[units.start : units.stop] = [name] * len(units)
+    return {name: units * MATCH_UNIT for name, units in sorted(Counter(names).items())}
 
 
-def _runs(units: Sequence[int]) -> list[list[int]]:
-    runs: list[list[int]] = []
-    for unit in units:
-        if runs and runs[-1][-1] + 1 == unit:
-            runs[-1].append(unit)
-        else:
-            runs.append([unit])
-    return runs
+def missing_runs(have: Sequence[range], first: int, last: int) -> list[range]:
+    """What [first, last) lacks, given ascending runs of what is there."""
+    missing: list[range] = []
+    for run in have:
+        if first < min(run.start, last):
+            missing.append(range(first, min(run.start, last)))
+        first = max(first, run.stop)
+    if first < last:
+        missing.append(range(first, last))
+    return missing
+
+
+def _cut(run: range, first: int, last: int) -> range:
+    """The part of `run` in [first, last); may be empty."""
+    start = max(run.start, first)
+    return range(start, max(start, min(run.stop, last)))

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import uvloop
 from torch import Tensor
 
 from forebay.errors import ForebayError
@@ -71,7 +72,7 @@ class Transfer:
         self._namespace_id = b""
         self._connected = False
         self._stopping = False
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()
         self._wake = asyncio.Event()
         self._pulls: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)

@@ -9,10 +9,9 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
-
-import torch
 
 from forebay.errors import ForebayError
 from forebay.ipc.sockets import listen, socket_path
@@ -28,6 +27,8 @@ from forebay.workers.server import Answers, WorkerServer
 
 ENGINE_PATIENCE_S = 10.0
 """How long the end of the present step is waited for when the worker is told to stop."""
+
+SWITCH_S = 0.0005
 
 log = logging.getLogger(__name__)
 
@@ -46,13 +47,15 @@ def run_worker(config: WorkerConfig, load: Loader | None = None) -> None:
     Raises ForebayError with what is wrong if the worker can't start, or if its engine fails.
     """
     config.check()
+    # Three threads share the interpreter: none may keep it from the others for the usual 5 ms.
+    sys.setswitchinterval(SWITCH_S)
     path = socket_path(config.listen)
     # Bound before the model is loaded: a second worker on this socket fails at once, and front ends that
     # come early wait in the backlog.
     listener = listen(path)
     try:
         with _signals_exit():
-            model, weights = (load or load_checkpoint)(config)
+            model, weights = (load or _load_checkpoint)(config)
             worker = Worker(config, model, weights)
         asyncio.run(worker.serve(listener))
     finally:
@@ -138,18 +141,6 @@ class Worker:
         return WorkerStats(values=values, store=self.parts.store_state())
 
 
-def load_checkpoint(config: WorkerConfig) -> tuple[CausalLM, bytes]:
-    """Load what the configuration names, and tell how it goes."""
-    from forebay.models.loading import fingerprint_weights, load_model
-
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    log.info("loading %s", config.model)
-    weights = fingerprint_weights(config.model, config.fingerprint_cache)
-    model = load_model(config.model, dtype=config.dtype, device=config.device)
-    return model, weights
-
-
 @contextlib.contextmanager
 def _signals_exit() -> Iterator[None]:
     """While loading, a signal ends the process at once, and cleanly: there is nothing to store yet."""
@@ -163,3 +154,10 @@ def _signals_exit() -> Iterator[None]:
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
+
+
+def _load_checkpoint(config: WorkerConfig) -> tuple[CausalLM, bytes]:
+    # Imported here: the models bring a lot along, and tests bring models of their own.
+    from forebay.workers.checkpoint import load_checkpoint
+
+    return load_checkpoint(config)

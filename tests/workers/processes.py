@@ -155,6 +155,11 @@ class FrontEnd:
                 case _:
                     self.other.append(message)
 
+    def receive_all(self) -> None:
+        """Digest until the worker closes the connection, which raises ConnectionError."""
+        while True:
+            self.receive()
+
     def wait(self, id: str) -> Heard:
         while self.heard[id].finished is None:
             self.receive()

@@ -1,0 +1,89 @@
+"""Loads what a worker was told to serve, and shows how it goes."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from forebay.errors import ConfigError
+from forebay.models.base import CausalLM
+from forebay.models.config import read_config
+from forebay.models.loading import checkpoint_directory, fingerprint_weights, load_model
+from forebay.models.registry import text_config
+from forebay.workers.config import WorkerConfig
+
+BAR_WIDTH = 30
+REDRAW_S = 0.1
+
+_STORED = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+# Half precision is loaded wider: its exponents don't fit into bfloat16's fewer digits without loss.
+_COMPUTED = _STORED | {"float16": torch.float32}
+
+log = logging.getLogger(__name__)
+
+
+def load_checkpoint(config: WorkerConfig) -> tuple[CausalLM, bytes]:
+    """The model and the fingerprint of its weights. Blocks for as long as that takes.
+
+    Raises ForebayError with the remedy for whatever is wrong with path, file, dtype or device.
+    """
+    device = _device(config.device)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    progress = Progress()
+    cache = config.cache_dir
+    directory = checkpoint_directory(config.model, cache_dir=cache, progress=progress)
+    dtype = _dtype(config.dtype, directory)
+    weights = fingerprint_weights(config.model, cache, progress)
+    model = load_model(config.model, dtype=dtype, device=device, progress=progress, cache_dir=cache)
+    progress.finish()
+    log.info("loaded %s: %s, %s on %s", config.model, model.info.family, dtype, device)
+    return model, weights
+
+
+def _dtype(name: str, directory: Path) -> torch.dtype:
+    """What to compute in: as told, or what the checkpoint is stored in."""
+    if name != "auto":
+        return torch.float16 if name == "float16" else _STORED[name]
+    config = read_config(directory)
+    stored = text_config(config).get("dtype") or text_config(config).get("torch_dtype")
+    stored = stored or config.get("dtype") or config.get("torch_dtype")
+    return _COMPUTED.get(str(stored), torch.bfloat16)
+
+
+def _device(name: str) -> torch.device:
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r}: torch finds no CUDA device here; use cpu, or install a CUDA build")
+    return device
+
+
+class Progress:
+    """A bar on a terminal, a line a stage in a log."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._stage = ""
+        self._drawn = 0.0
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Show that `done` of `total` steps of `stage` are behind us."""
+        now = time.monotonic()
+        if not self._terminal:
+            if stage != self._stage:
+                log.info("%s", stage)
+        elif stage != self._stage or done >= total or now - self._drawn >= REDRAW_S:
+            filled = BAR_WIDTH * done // max(total, 1)
+            line = f"\r{stage:<22} [{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {100 * done // max(total, 1):3d} %"
+            print(line, end="", file=sys.stderr, flush=True)
+            self._drawn = now
+        self._stage = stage
+
+    def finish(self) -> None:
+        """End the bar's line."""
+        if self._terminal and self._stage:
+            print(file=sys.stderr)
