@@ -15,6 +15,7 @@ from forebay.tiers.fs.paths import chunk_of_name, fan_out
 from forebay.tiers.fs.shelf import Shelf
 
 _HEX = "0123456789abcdef"
+ANNOUNCE_STEP = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,19 @@ def remove_leftovers(shelf: Shelf) -> int:
             os.unlink(entry.path)
             removed += 1
     return removed
+
+
+def announce(shelf: Shelf) -> Iterator[Leaf]:
+    """Tell what an earlier process left, a few hundred chunks a step: after a start nobody else knows it."""
+    told = 0
+    for folder in range(4096):
+        with shelf.manifest.reading() as view:
+            known = [chunk for chunk, _ in view.with_prefix(bytes([folder >> 4]), folder & 15)]
+        for chunk in known:
+            shelf.announce(chunk)
+            told += 1
+            if told % ANNOUNCE_STEP == 0:
+                yield Leaf(ANNOUNCE_STEP, 0, 0, 0)
 
 
 def reconcile(shelf: Shelf) -> Iterator[Leaf]:

@@ -147,6 +147,19 @@ class Shelf:
         self.counts["adopted"] += 1
         return True
 
+    def announce(self, chunk: ChunkId) -> None:
+        """Tell of a chunk that an earlier process stored, if its file is still there and right."""
+        path = self.device.paths.chunk(chunk)
+        with self._stripe(chunk):
+            with self.manifest.reading() as view:
+                if view.get(chunk) is None:
+                    return
+            try:
+                front = front_of(self.device, path)
+            except (CorruptChunk, OSError):
+                return  # the walk that follows, or a load, finds out what is wrong and acts on it
+            self._outbox.change(TierChange(chunk, True, "", header_block(front.block)))
+
     # --- going -----------------------------------------------------------------------------------------
 
     def evict(self, size: int, count: int = 0, reason: str = "evicted") -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from itertools import chain
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import lmdb
@@ -42,7 +43,7 @@ from forebay.tiers.fs.pool import Task, WorkPool
 from forebay.tiers.fs.probe import probe
 from forebay.tiers.fs.quarantine import Quarantine
 from forebay.tiers.fs.reader import Reader
-from forebay.tiers.fs.reconcile import finish_interrupted, reconcile, remove_leftovers
+from forebay.tiers.fs.reconcile import announce, finish_interrupted, reconcile, remove_leftovers
 from forebay.tiers.fs.shelf import Shelf
 from forebay.tiers.fs.state import State
 from forebay.tiers.fs.writer import Writer
@@ -132,7 +133,7 @@ class FsTier(SecondaryTier):
     def _start_keeper(self) -> None:
         """Without a manifest nothing is reserved until the walk has counted what is on the disk."""
         shelf = self._shelf
-        self._keeper = Keeper(shelf, self._outbox, self._state, reconcile(shelf), fast=bool(self._rebuilt))
+        self._keeper = Keeper(shelf, self._outbox, self._state, chain(announce(shelf), reconcile(shelf)), fast=bool(self._rebuilt))
         if self._rebuilt:
             shelf.ledger.open = False
             until = time.monotonic() + REBUILD_FIRST_S
