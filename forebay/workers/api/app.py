@@ -1,4 +1,4 @@
-"""The HTTP surface: routes, bodies, errors. What the endpoints do is in `service.py`."""
+"""The HTTP surface: routes, who may use them, and what errors look like. What they do is in `service.py`."""
 
 from __future__ import annotations
 
@@ -6,24 +6,27 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
 
-import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from forebay import __version__
-from forebay.kvstore.identity import decode_namespace
-from forebay.workers.api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse, too_large
+from forebay.kvstore.identity import decode_namespace, root_key
+from forebay.workers.api.answers import Answer
+from forebay.workers.api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
 from forebay.workers.api.errors import ApiError, bad
-from forebay.workers.api.keys import Keys
-from forebay.workers.api.service import ApiService, Generation
+from forebay.workers.api.http import ClientGone, EventStream, body_of, error_response, json_response, unless_gone
+from forebay.workers.api.keys import Keys, Tenant
+from forebay.workers.api.service import ApiService
 
 log = logging.getLogger(__name__)
 
-BODY_BYTES_MAX = 32 << 20
 REFRESH_S = 0.5
+CLIENT_GONE = 499
+"""Nobody sees this status; it keeps abandoned requests apart in the metrics."""
+
+Handler = Callable[[Request, Tenant], Awaitable[Response]]
 
 
 def make_app(service: ApiService, keys: Keys) -> FastAPI:
@@ -37,11 +40,25 @@ def make_app(service: ApiService, keys: Keys) -> FastAPI:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    app = FastAPI(title="Forebay", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    _add_errors(app, service)
-    _add_generation(app, service, keys)
-    _add_tokens(app, service, keys)
-    _add_watching(app, service, keys)
+    app = FastAPI(
+        title="Forebay", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
+    )
+    routes = _Routes(service)
+    for path, handler in {
+        "/v1/completions": routes.completions,
+        "/v1/chat/completions": routes.chat,
+        "/tokenize": routes.tokenize,
+        "/detokenize": routes.detokenize,
+    }.items():
+        app.add_api_route(path, _guarded(service, keys, path, handler), methods=["POST"], response_model=None)
+    for path, handler in {
+        "/v1/models": routes.models,
+        "/metrics": routes.metrics,
+        "/forebay/namespace": routes.namespace,
+    }.items():
+        app.add_api_route(path, _guarded(service, keys, path, handler), methods=["GET"], response_model=None)
+    app.add_api_route("/health", routes.health, methods=["GET"], response_model=None)
+    _add_errors(app)
     return app
 
 
@@ -52,135 +69,100 @@ async def _refresh(service: ApiService) -> None:
         service.link.refresh()
 
 
-def _add_errors(app: FastAPI, service: ApiService) -> None:
-    @app.exception_handler(ApiError)
-    async def api_error(request: Request, error: ApiError) -> Response:
-        service.metrics.requests.labels(_endpoint(request), error.status).inc()
-        return _json(error.body(), error.status, error.headers)
+def _guarded(service: ApiService, keys: Keys, path: str, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    """The handler, for those who have a key; its errors in OpenAI's shape; counted."""
 
+    async def answer(request: Request) -> Response:
+        try:
+            response = await handler(request, keys.who(request.headers.get("authorization")))
+        except ApiError as error:
+            response = error_response(error)
+        except ClientGone:
+            response = Response(status_code=CLIENT_GONE)
+        service.metrics.requests.labels(path, response.status_code).inc()
+        return response
+
+    return answer
+
+
+def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        return _json(ApiError(error.status_code, message).body(), error.status_code)
+        return error_response(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
 
     @app.exception_handler(Exception)
     async def our_bug(request: Request, error: Exception) -> Response:
         log.error("%s failed", request.url.path, exc_info=error)
         problem = ApiError(500, "this is a bug of the server; its log has the details", kind="server_error")
-        return _json(problem.body(), 500)
+        return error_response(problem)
 
 
-def _endpoint(request: Request) -> str:
-    # Unknown paths would make as many labels as there are wrong requests.
-    route = request.scope.get("route")
-    return getattr(route, "path", "other")
+class _Routes:
+    """One method a route."""
 
+    def __init__(self, service: ApiService) -> None:
+        self._service = service
 
-def _json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(body), status, headers, "application/json")
+    async def completions(self, request: Request, tenant: Tenant) -> Response:
+        body = parse(await body_of(request), CompletionBody)
+        return await self._respond(request, await self._service.completion(body, tenant), body.stream)
 
+    async def chat(self, request: Request, tenant: Tenant) -> Response:
+        body = parse(await body_of(request), ChatBody)
+        return await self._respond(request, await self._service.chat_completion(body, tenant), body.stream)
 
-async def _body(request: Request) -> bytes:
-    """The request's body, at most BODY_BYTES_MAX of it."""
-    length = request.headers.get("content-length", "0")
-    if length.isdigit() and int(length) > BODY_BYTES_MAX:
-        raise too_large(BODY_BYTES_MAX)
-    data = bytearray()
-    async for part in request.stream():
-        data += part
-        if len(data) > BODY_BYTES_MAX:
-            raise too_large(BODY_BYTES_MAX)
-    return bytes(data)
+    async def _respond(self, request: Request, answer: Answer, stream: bool | None) -> Response:
+        if not stream:
+            return json_response(await unless_gone(request.receive, answer.whole()))
+        events = answer.stream()
+        try:
+            first = await unless_gone(request.receive, anext(events))
+        except BaseException:
+            await events.aclose()
+            raise
+        return EventStream(first, events)
 
+    async def tokenize(self, request: Request, tenant: Tenant) -> Response:
+        tokens = await self._service.tokenize(parse(await body_of(request), TokenizeBody))
+        limit = self._service.worker.max_context
+        return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
 
-def _add_generation(app: FastAPI, service: ApiService, keys: Keys) -> None:
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        tenant = keys.who(request.headers.get("authorization"))
-        body = parse(await _body(request), CompletionBody)
-        return await _answer(request, await service.completion(body, tenant), body.stream)
+    async def detokenize(self, request: Request, tenant: Tenant) -> Response:
+        body = parse(await body_of(request), DetokenizeBody)
+        self._service.check_model(body.model)
+        vocab = self._service.worker.vocab_size
+        if body.tokens and max(body.tokens) >= vocab:
+            raise bad(f"tokens has the id {max(body.tokens)}; the model's ids end at {vocab - 1}", "tokens")
+        return json_response({"prompt": self._service.codec.decode(body.tokens)})
 
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        tenant = keys.who(request.headers.get("authorization"))
-        body = parse(await _body(request), ChatBody)
-        return await _answer(request, await service.chat_completion(body, tenant), body.stream)
-
-    async def _answer(request: Request, generation: Generation, stream: bool) -> Response:
-        if stream:
-            service.metrics.requests.labels(_endpoint(request), 200).inc()
-            return StreamingResponse(generation.stream(), media_type="text/event-stream")
-        body = await _unless_gone(request, generation.whole)
-        service.metrics.requests.labels(_endpoint(request), 200).inc()
-        return _json(body)
-
-
-async def _unless_gone(request: Request, work: Callable[[], Awaitable[Any]]) -> Any:
-    """The result of `work`, which is cancelled if the client goes away meanwhile."""
-    task = asyncio.ensure_future(work())
-    gone = asyncio.ensure_future(_gone(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            raise ApiError(499, "the client has gone", kind="cancelled")
-        return task.result()
-    finally:
-        gone.cancel()
-        task.cancel()
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _add_tokens(app: FastAPI, service: ApiService, keys: Keys) -> None:
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        keys.who(request.headers.get("authorization"))
-        body = parse(await _body(request), TokenizeBody)
-        tokens = await service.encode(body.prompt, body.add_special_tokens)
-        return _json({"tokens": tokens, "count": len(tokens), "max_model_len": service.worker.max_context})
-
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        keys.who(request.headers.get("authorization"))
-        body = parse(await _body(request), DetokenizeBody)
-        if any(not 0 <= token < service.worker.vocab_size for token in body.tokens):
-            raise bad(f"tokens takes ids of 0 to {service.worker.vocab_size - 1}", "tokens")
-        return _json({"prompt": service.tokenizer.decode(body.tokens)})
-
-
-def _add_watching(app: FastAPI, service: ApiService, keys: Keys) -> None:
-    @app.get("/v1/models")
-    async def models(request: Request) -> Response:
-        keys.who(request.headers.get("authorization"))
+    async def models(self, request: Request, tenant: Tenant) -> Response:
         entry = {
-            "id": service.model, "object": "model", "created": 0, "owned_by": "forebay",
-            "max_model_len": service.worker.max_context,
+            "id": self._service.model, "object": "model", "created": 0, "owned_by": "forebay",
+            "max_model_len": self._service.worker.max_context,
         }  # fmt: skip
-        return _json({"object": "list", "data": [entry]})
+        return json_response({"object": "list", "data": [entry]})
 
-    @app.get("/health")
-    async def health() -> Response:
-        link, described = service.link, service.link.description
+    async def health(self) -> Response:
+        """Open to everybody: whoever balances load or restarts us has no key."""
+        link = self._service.link
+        described = link.description if link.connected else None
         body = {
-            "status": "ok" if link.connected else "no worker", "model": service.model,
-            "worker": described.pid if described and link.connected else None,
-            "store": described.store if described and link.connected else "unknown",
-        }  # fmt: skip
-        return _json(body, 200 if link.connected else 503)
+            "status": "no worker" if described is None else "ok",
+            "model": self._service.model,
+            "worker": None if described is None else described.pid,
+            "store": "unknown" if described is None else described.store,
+        }
+        return json_response(body, 503 if described is None else 200)
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        text = await service.metrics.render(service.link)
+    async def metrics(self, request: Request, tenant: Tenant) -> Response:
+        text = await self._service.metrics.render(self._service.link)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/forebay/namespace")
-    async def namespace(request: Request) -> Response:
-        keys.who(request.headers.get("authorization"))
-        found = decode_namespace(service.worker.namespace)
+    async def namespace(self, request: Request, tenant: Tenant) -> Response:
+        """Where the caller's chains begin: what `forebay explain` asks a store with."""
+        found = decode_namespace(self._service.worker.namespace)
+        root = root_key(found.id, tenant.salt(request.query_params.get("cache_salt")))
         groups = [{"name": group.name, "kind": group.kind, "window": group.window} for group in found.groups]
-        return _json({"id": found.id.hex(), "chunk_tokens": found.chunk_tokens, "groups": groups})
+        return json_response(
+            {"id": found.id.hex(), "root": root.hex(), "chunk_tokens": found.chunk_tokens, "groups": groups}
+        )

@@ -1,10 +1,16 @@
-"""Request bodies: parsed by type, then checked by value. Every refusal names the field and what it takes."""
+"""Request bodies: parsed by type, then checked by value. Every refusal names the field and what it takes.
+
+A field that would change the answer and isn't supported is refused, unless it has the value that changes
+nothing. A field that never changes the answer (`user`, `metadata`, ...) is taken and ignored. A field that
+nobody has heard of is refused too: it may be a misspelt one.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 import secrets
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -16,9 +22,33 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1000
 MAX_PROMPTS = 64
+MAX_MESSAGES = 10_000
 SEED_BITS = 63
 
 B = TypeVar("B")
+T = TypeVar("T")
+TokenIds = list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
+Prompt = str | TokenIds
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "echo": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+}
+"""Fields that aren't supported, and the values with which they change nothing."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -27,8 +57,8 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool = False
 
 
-class Common(msgspec.Struct, frozen=True, kw_only=True):
-    """What completions and chat share. Fields that change nothing here are accepted and ignored."""
+class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What completions and chat share."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -38,25 +68,40 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     stop: str | list[str] | None = None
     n: int | None = None
-    stream: bool = False
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
     cache_salt: str | None = None
     return_token_ids: bool = False
-    user: str | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    # Never change the answer.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    # See NEUTRAL.
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    repetition_penalty: Any = None
+    min_p: Any = None
+    min_tokens: Any = None
+    logit_bias: Any = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
 
 
-class CompletionBody(Common, frozen=True, kw_only=True):
-    """`POST /v1/completions`."""
+class CompletionBody(Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/completions`. `prompt` is read by `prompts_of`: JSON alone tells which of its forms it has."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: msgspec.Raw
     logprobs: int | None = None
-    echo: bool = False
-    suffix: str | None = None
-    best_of: int | None = None
+    echo: Any = None
+    suffix: Any = None
+    best_of: Any = None
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
@@ -69,36 +114,83 @@ class ChatMessage(msgspec.Struct, frozen=True):
     tool_call_id: str | None = None
 
 
-class ChatBody(Common, frozen=True, kw_only=True):
+class ChatBody(Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/chat/completions`."""
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
-    logprobs: bool = False
+    logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    response_format: dict[str, Any] | None = None
+    parallel_tool_calls: Any = None
+    prediction: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    response_format: Any = None
+    modalities: Any = None
+    reasoning_effort: Any = None
 
 
-class TokenizeBody(msgspec.Struct, frozen=True):
-    """`POST /tokenize`."""
+class TokenizeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /tokenize`: a text, or messages that the chat template turns into one."""
 
-    prompt: str
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
     add_special_tokens: bool = True
+    add_generation_prompt: bool = True
 
 
-class DetokenizeBody(msgspec.Struct, frozen=True):
+class DetokenizeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`POST /detokenize`."""
 
-    tokens: list[int]
+    tokens: TokenIds
+    model: str | None = None
 
 
 def parse(data: bytes, kind: type[B]) -> B:
-    """A body of this type. Raises ApiError 400."""
+    """A body of this type. Raises ApiError 400 that names the field."""
     try:
         return msgspec.json.decode(data, type=kind)
-    except msgspec.DecodeError as error:
-        raise bad(f"the body can't be used: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _refusal(error) from error
+
+
+def _refusal(error: Exception, field: str | None = None) -> ApiError:
+    told = str(error)
+    unknown = re.search(r"unknown field `([^`]*)`", told)
+    if unknown:
+        return bad(f"unrecognised parameter {unknown[1]!r}; is it spelt right?", unknown[1])
+    where = re.search(r"`\$\.?([^`\[.]*)", told)
+    missing = re.search(r"required field `([^`]*)`", told)
+    named = field or (missing[1] if missing else where[1] if where else None)
+    return bad(f"{named or 'the body'} can't be used: {told}", named)
+
+
+def prompts_of(body: CompletionBody) -> list[Prompt]:
+    """The prompts, as texts or as token ids, one or more. Raises ApiError 400."""
+    raw = bytes(body.prompt)
+    inner = raw[1:].lstrip()[:1] if raw[:1] == b"[" else b""
+    prompts: list[Prompt]
+    if not inner:
+        prompts = [_decode(raw, str)]
+    elif inner == b'"':
+        prompts = list(_decode(raw, list[str]))
+    elif inner == b"[":
+        prompts = list(_decode(raw, list[TokenIds]))
+    else:
+        prompts = [_decode(raw, TokenIds)]
+    if len(prompts) > MAX_PROMPTS or not all(prompts):
+        raise bad(f"prompt takes text or token ids, or 1 to {MAX_PROMPTS} of either; none may be empty", "prompt")
+    return prompts
+
+
+def _decode(raw: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _refusal(error, "prompt") from error
 
 
 def stops_of(body: Common) -> list[str]:
@@ -117,29 +209,35 @@ def choices_of(body: Common) -> int:
     return n
 
 
-def sampling_of(body: Common, *, max_tokens: int | None, default_tokens: int, logprobs: int | None) -> Sampling:
+def refuse_unsupported(body: Common) -> None:
+    """Raise ApiError 400 for a field that would change the answer and isn't supported."""
+    for name, neutral in NEUTRAL.items():
+        value = getattr(body, name, None)
+        if value is None or value in neutral or (name == "best_of" and value == body.n):
+            continue
+        raise bad(f"{name} isn't supported; leave it out", name)
+
+
+def sampling_of(body: Common, *, wanted: int | None, default_tokens: int, logprobs: int | None) -> Sampling:
     """Sampling of choice 0. The seed is drawn here if the request has none, so that a successor of a dead
     worker draws the same tokens."""
-    _refuse_unsupported(body)
     temperature = 1.0 if body.temperature is None else body.temperature
     top_p = 1.0 if body.top_p is None else body.top_p
-    top_k = 0 if body.top_k in (None, -1) else body.top_k
+    top_k = 0 if body.top_k is None or body.top_k == -1 else body.top_k
     _within("temperature", temperature, 0, 100)
     _within("top_p", top_p, 0, 1)
     if top_p == 0:
         raise bad("top_p is 0; it takes more than 0 and at most 1", "top_p")
-    assert top_k is not None
     _within("top_k", top_k, 0, 1 << 30)
     if logprobs is not None:
         _within("logprobs", logprobs, 0, MAX_TOP_LOGPROBS)
-    wanted = default_tokens if max_tokens is None else max_tokens
-    if wanted < 1:
-        raise bad(f"max_tokens is {wanted}; it takes at least 1", "max_tokens")
+    if wanted is not None and not 1 <= wanted < 1 << 31:
+        raise bad(f"max_tokens is {wanted}; it takes at least 1, and no more than the context holds", "max_tokens")
     if body.seed is not None:
         _within("seed", body.seed, -(2**63), 2**63 - 1)
-    seed = secrets.randbits(SEED_BITS) if body.seed is None else body.seed % 2**SEED_BITS
     return Sampling(
-        max_tokens=wanted, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed,
+        max_tokens=default_tokens if wanted is None else wanted, temperature=temperature, top_p=top_p, top_k=top_k,
+        seed=secrets.randbits(SEED_BITS) if body.seed is None else body.seed % 2**SEED_BITS,
         ignore_eos=body.ignore_eos, logprobs=logprobs,
     )  # fmt: skip
 
@@ -149,44 +247,36 @@ def _within(name: str, value: float, low: float, high: float) -> None:
         raise bad(f"{name} is {value}; it takes {low} to {high}", name)
 
 
-def _refuse_unsupported(body: Common) -> None:
-    """What would change the answer and isn't implemented is refused, not ignored."""
-    if body.presence_penalty or body.frequency_penalty:
-        raise bad("presence_penalty and frequency_penalty aren't supported; leave them out", "presence_penalty")
-    if body.logit_bias:
-        raise bad("logit_bias isn't supported; leave it out", "logit_bias")
+def chat_logprobs(body: ChatBody) -> int | None:
+    """How many alternatives a token shows; None without `logprobs`. Raises ApiError 400."""
+    if body.top_logprobs is not None:
+        _within("top_logprobs", body.top_logprobs, 0, MAX_TOP_LOGPROBS)
+        if not body.logprobs:
+            raise bad("top_logprobs needs logprobs: true", "top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None
 
 
-def refuse_completion(body: CompletionBody) -> None:
-    """Completion fields that would change the answer and aren't implemented."""
-    if body.echo:
-        raise bad("echo isn't supported; prepend the prompt yourself", "echo")
-    if body.suffix:
-        raise bad("suffix isn't supported: these models don't fill in the middle", "suffix")
-    if body.best_of not in (None, 1) and body.best_of != body.n:
-        raise bad("best_of isn't supported; use n", "best_of")
+def texts_of(messages: list[ChatMessage] | None) -> list[dict[str, str]]:
+    """Messages as a chat template takes them: role and text. Raises ApiError 400."""
+    if not messages or len(messages) > MAX_MESSAGES:
+        raise bad(f"messages has {len(messages or ())} entries; it takes 1 to {MAX_MESSAGES}", "messages")
+    texts = []
+    for number, message in enumerate(messages):
+        if message.tool_calls or message.tool_call_id:
+            raise bad(f"messages[{number}]: tools aren't supported", "messages")
+        texts.append({"role": message.role, "content": _text_of(message.content, number)})
+    return texts
 
 
-def refuse_chat(body: ChatBody) -> None:
-    """Chat fields that would change the answer and aren't implemented."""
-    if body.tools:
-        raise bad("tools aren't supported", "tools")
-    if body.response_format and body.response_format.get("type", "text") != "text":
-        raise bad("response_format takes only text", "response_format")
-
-
-def prompts_of(body: CompletionBody) -> list[str] | list[list[int]]:
-    """The prompts, as texts or as token ids, one or more. Raises ApiError 400."""
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
-        raise bad("prompt is empty; it takes text, token ids, or a list of either", "prompt")
-    if isinstance(prompt[0], int):
-        return [prompt]  # type: ignore[list-item]
-    if len(prompt) > MAX_PROMPTS:
-        raise bad(f"prompt has {len(prompt)} entries; it takes up to {MAX_PROMPTS}", "prompt")
-    return prompt  # type: ignore[return-value]
+def _text_of(content: str | list[dict[str, Any]] | None, number: int) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = []
+    for part in content:
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise bad(f"messages[{number}]: content takes text, or parts of type text", "messages")
+        parts.append(part["text"])
+    return "".join(parts)
 
 
 def too_large(limit: int) -> ApiError:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
+from forebay.errors import ProtocolError
 from forebay.kvstore.identity import pack_tokens
 from forebay.workers.protocol import FinishReason, Generate, Sampling, TokenOut
 
@@ -22,7 +24,8 @@ class Ended:
 class Call:
     """A generation under way. `emitted` is its whole state: a successor of its worker is fed these ids.
 
-    `events` is bounded by `max_tokens`: every entry but the last is one token.
+    `events` is bounded by `max_tokens`: every entry but the last is one token. A `held` call isn't sent yet.
+    `begun` is set with the first token, or the end.
     """
 
     id: str
@@ -30,11 +33,14 @@ class Call:
     sampling: Sampling
     salt: bytes
     tenant: str
+    held: bool = False
     attempt: int = 0
     emitted: array[int] = field(default_factory=lambda: array("I"))
     events: asyncio.Queue[TokenOut | Ended] = field(default_factory=asyncio.Queue)
     cached: dict[str, int] | None = None
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
     ended: bool = False
+    turned_away_at: float | None = None
 
     def request(self) -> Generate:
         """The message that starts the next attempt."""
@@ -50,11 +56,18 @@ class Call:
             self.cached = cached
 
     def token(self, out: TokenOut) -> None:
-        """A token of some attempt. Output of a dead attempt, and what was emitted already, is dropped."""
-        if self.ended or out.attempt != self.attempt or out.index != len(self.emitted):
+        """A token of some attempt. Output of a dead attempt, and what was emitted already, is dropped.
+
+        Raises ProtocolError if tokens are missing: another attempt, on another connection, will have them.
+        """
+        if self.ended or out.attempt != self.attempt or out.index < len(self.emitted):
             return
+        if out.index > len(self.emitted):
+            raise ProtocolError(f"token {out.index} came where {len(self.emitted)} was due")
         self.emitted.append(out.token)
+        self.turned_away_at = None
         self.events.put_nowait(out)
+        self.begun.set()
 
     def end(self, attempt: int, reason: FinishReason, error: str = "") -> bool:
         """The worker is done with some attempt; True if it was the present one."""
@@ -62,7 +75,16 @@ class Call:
             return False
         self.ended = True
         self.events.put_nowait(Ended(reason, error))
+        self.begun.set()
         return True
+
+    async def outputs(self) -> AsyncGenerator[TokenOut | Ended, None]:
+        """Everything that happens, `Ended` last."""
+        while True:
+            event = await self.events.get()
+            yield event
+            if isinstance(event, Ended):
+                return
 
     @property
     def cached_tokens(self) -> int:

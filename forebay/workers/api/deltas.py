@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Literal
 
-from forebay.models.tokenizer import Tokenizer
 from forebay.workers.api.calls import Call, Ended
 from forebay.workers.api.errors import ApiError, bad, busy, unavailable
-from forebay.workers.api.link import RETRY_AFTER_S, WorkerLink
+from forebay.workers.api.link import BUSY, RETRY_AFTER_S, WorkerLink
 from forebay.workers.api.stops import StopFinder
+from forebay.workers.api.text import Codec
 from forebay.workers.protocol import TokenOut
 
 ClientFinish = Literal["stop", "length"]
@@ -27,36 +28,48 @@ class Delta:
 
 @dataclass
 class Choice:
-    """One choice: its call, its text so far, and where its stop strings are."""
+    """One choice of one prompt: its call, and how its tokens become text. `leader` is the first choice of the
+    same prompt: with its first token the others begin, and find the prompt computed."""
 
     index: int
     call: Call
     link: WorkerLink
-    tokenizer: Tokenizer
+    codec: Codec
     stops: list[str]
     eos_ids: frozenset[int]
-    produced: int = field(default=0)
+    leader: Call
+    produced: int = 0
 
-    async def deltas(self) -> AsyncIterator[Delta]:
+    @property
+    def leads(self) -> bool:
+        return self.call is self.leader
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Every token as it comes. Raises ApiError if the generation fails; cancels it if left early."""
-        decoder, finder = self.tokenizer.decoder(), StopFinder(self.stops)
+        decoder, finder = self.codec.decoder(), StopFinder(self.stops)
         try:
-            while True:
-                event = await self.call.events.get()
-                if isinstance(event, Ended):
-                    text = finder.feed(decoder.flush()) + finder.flush()
-                    yield Delta(text, finish=_finish(event, finder.stopped))
-                    return
-                self.produced += 1
-                ends = event.token in self.eos_ids and not self.call.sampling.ignore_eos
-                text = finder.feed("" if ends else decoder.feed([event.token]))
-                if finder.stopped:
-                    self.link.stop(self.call)
-                    yield Delta(text, (event,), "stop")
-                    return
-                yield Delta(text, (event,))
+            await self._begin()
+            async with aclosing(self.call.outputs()) as outputs:
+                async for event in outputs:
+                    if isinstance(event, Ended):
+                        text = finder.feed(decoder.flush())
+                        text += finder.flush()
+                        yield Delta(text, finish=_finish(event, finder.stopped))
+                        return
+                    self.produced += 1
+                    ends = event.token in self.eos_ids and not self.call.sampling.ignore_eos
+                    text = finder.feed("" if ends else decoder.feed([event.token]))
+                    if finder.stopped:
+                        yield Delta(text, (event,), "stop")
+                        return
+                    yield Delta(text, (event,))
         finally:
             self.link.stop(self.call)
+
+    async def _begin(self) -> None:
+        if not self.leads:
+            await self.leader.begun.wait()
+            self.link.release(self.call)
 
 
 def _finish(ended: Ended, stopped: bool) -> ClientFinish:
@@ -64,13 +77,13 @@ def _finish(ended: Ended, stopped: bool) -> ClientFinish:
         return "stop"
     if ended.reason == "length":
         return "length"
-    raise failure(ended.error or ended.reason)
+    raise failure(ended)
 
 
-def failure(error: str) -> ApiError:
+def failure(ended: Ended) -> ApiError:
     """What a worker's refusal or failure is in HTTP's terms."""
-    if error == "busy":
+    if ended.error == BUSY:
         return busy("the worker's queue is full; try again later", RETRY_AFTER_S)
-    if error.startswith("no worker"):
-        return unavailable(error)
-    return bad(error)
+    if ended.reason == "cancelled" or ended.error.startswith("no worker"):
+        return unavailable(ended.error or "the worker gave this request up; try again")
+    return bad(ended.error or "the worker can't answer this request")

@@ -32,6 +32,12 @@ def busy(message: str, retry_after_s: int) -> ApiError:
     return ApiError(429, message, kind="rate_limit_error", code="queue_full", headers=headers)
 
 
+def missing_key(message: str) -> ApiError:
+    """401."""
+    headers = {"WWW-Authenticate": "Bearer"}
+    return ApiError(401, message, kind="authentication_error", code="invalid_api_key", headers=headers)
+
+
 def unavailable(message: str) -> ApiError:
     """503."""
     return ApiError(503, message, kind="server_error", code="no_worker", headers={"Retry-After": "1"})

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import signal
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from forebay.errors import AlreadyRunning, ConfigError
 from forebay.ipc.sockets import socket_path
 from forebay.models.chat import ChatTemplate
 from forebay.models.errors import NoChatTemplate
+from forebay.models.loading import checkpoint_directory
 from forebay.models.tokenizer import Tokenizer
 from forebay.workers.api.app import make_app
 from forebay.workers.api.keys import load_keys, open_to_all
 from forebay.workers.api.link import WorkerLink
 from forebay.workers.api.metrics import Metrics
 from forebay.workers.api.service import ApiService
+from forebay.workers.api.text import Chat, Codec
 
 log = logging.getLogger(__name__)
 
-STOP_S = 5
+BACKLOG = 1024
+STOP_S = 2
+"""How long streams may go on after SIGTERM. A supervisor that replaces us has a client's patience, no more."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,9 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--host {host!r}: no such address ({error.strerror})") from error
     except OSError as error:
         bound.close()
-        raise AlreadyRunning(f"port {port} on {host} can't be used ({error.strerror}); choose another with --port") from error
+        raise AlreadyRunning(
+            f"port {port} on {host} can't be used ({error.strerror}); choose another with --port"
+        ) from error
     return bound
 
 
@@ -72,27 +80,38 @@ def run_frontend(config: FrontendConfig) -> int:
     """Serve until SIGTERM or SIGINT. Raises ForebayError if it can't start."""
     if not is_loopback(config.host) and config.api_keys is None:
         raise ConfigError(f"--host {config.host} is open to the network; that needs --api-keys FILE")
-    if config.api_keys is None:
-        keys = open_to_all(config.state_dir)
-    else:
-        keys = load_keys(config.api_keys, config.state_dir)
+    keys = load_keys(config.api_keys, config.state_dir) if config.api_keys else open_to_all(config.state_dir)
     # A supervisor hands its own bound socket over, so that clients wait while a front end is replaced.
     bound = bind(config.host, config.port) if config.listen_fd is None else socket.socket(fileno=config.listen_fd)
-    tokenizer = Tokenizer.load(config.model)
+    with bound:
+        codec, chat = load_text(config.model)
+        link = WorkerLink(socket_path(config.worker), config.max_queue, config.give_up_s)
+        service = ApiService(link, codec, chat, Metrics(), config.label)
+        bound.listen(BACKLOG)
+        log.info("serving on http://%s:%d", config.host, config.port)
+        serve_app(make_app(service, keys), bound)
+    return 0
+
+
+def load_text(model: Path) -> tuple[Codec, Chat | None]:
+    """Tokenizer and chat template of a model; a base model has no template. Raises ModelError."""
+    directory = checkpoint_directory(model)
+    codec = Tokenizer.load(directory)
     try:
-        chat: ChatTemplate | None = ChatTemplate.load(config.model)
+        return codec, ChatTemplate.load(directory)
     except NoChatTemplate:
-        chat = None  # a base model: /v1/chat/completions says so
-    link = WorkerLink(socket_path(config.worker), config.max_queue, config.give_up_s)
-    service = ApiService(link, tokenizer, chat, Metrics(), config.label or config.model.name)
-    app = make_app(service, keys)
+        return codec, None
+
+
+def serve_app(app: ASGIApp, listener: socket.socket) -> None:
+    """Answer on a listening socket until SIGTERM or SIGINT."""
     server = uvicorn.Server(
         uvicorn.Config(
-            app, loop="uvloop", http="httptools", log_level="warning", access_log=False,
-            timeout_graceful_shutdown=STOP_S, h11_max_incomplete_event_size=1 << 16,
+            app, loop="uvloop", http="httptools", log_level="warning", access_log=False, server_header=False,
+            timeout_graceful_shutdown=STOP_S,
         )
     )  # fmt: skip
-    bound.listen(1024)
-    log.info("serving %s on http://%s:%d", service.model, config.host, config.port)
-    server.run(sockets=[bound])
-    return 0
+    # uvicorn raises the signal again once it has stopped, for others to hear; for us it is a clean end.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: None)
+    server.run(sockets=[listener])

@@ -1,6 +1,7 @@
 """API keys: who asks, as an opaque tenant, and the salt that keeps tenants' caches apart.
 
-The file of `--api-keys` has one `KEY TENANT` a line; `#` begins a comment. Without it everybody is one tenant.
+The file of `--api-keys` has one `KEY TENANT` a line (`#` begins a comment), or, if its name ends in .toml, a
+table `[keys]` of tenants by key. Without it everybody is one tenant. Keys are kept as digests: none is ever shown.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ import logging
 import os
 import secrets
 import stat
+import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from forebay.errors import ConfigError
 from forebay.kvstore.identity import tenant_salt
-from forebay.workers.api.errors import ApiError
+from forebay.workers.api.errors import ApiError, missing_key
 
 log = logging.getLogger(__name__)
 
 MAX_KEYS = 10_000
 SECRET_BYTES = 32
 SALT_CHARACTERS_MAX = 256
+TENANT_BYTES_MAX = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +58,14 @@ class Keys:
         """
         if self.everyone is not None:
             return self.everyone
-        given = _digest((authorization or "").removeprefix("Bearer ").strip())
+        scheme, _, key = (authorization or "").partition(" ")
+        given = _digest(key.strip() if scheme.lower() == "bearer" else "")
         found = None
         for digest, tenant in self.tenants:
             if hmac.compare_digest(given, digest):
                 found = tenant
         if found is None:
-            raise ApiError(
-                401, "no valid API key; send Authorization: Bearer KEY", kind="authentication_error", code="invalid_api_key"
-            )
+            raise missing_key("no valid API key; send Authorization: Bearer KEY")
         return found
 
 
@@ -75,25 +77,46 @@ def open_to_all(state: Path) -> Keys:
 def load_keys(file: Path, state: Path) -> Keys:
     """Keys from a file. `state` keeps the server's secret across restarts. Raises ConfigError."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        text = file.read_text(encoding="utf-8")
         mode = stat.S_IMODE(file.stat().st_mode)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--api-keys {file}: can't be read ({error})") from error
     if mode & 0o077:
         log.warning("--api-keys %s can be read by others (mode %o); chmod 600 it", file, mode)
+    pairs = _table(file, text) if file.suffix == ".toml" else _lines(file, text)
+    if not 0 < len(pairs) <= MAX_KEYS:
+        raise ConfigError(f"--api-keys {file}: has {len(pairs)} keys; it takes 1 to {MAX_KEYS}")
     secret = _server_secret(state)
     tenants = []
-    for number, line in enumerate(lines, 1):
-        words = line.split("#", 1)[0].split()
-        if not words:
-            continue
-        if len(words) != 2 or len(words[1].encode()) > 128:
-            raise ConfigError(f"--api-keys {file}, line {number}: takes `KEY TENANT` (tenant of up to 128 bytes)")
-        derived = hmac.new(secret, words[1].encode(), hashlib.sha256).digest()
-        tenants.append((_digest(words[0]), Tenant(words[1], derived)))
-    if not 0 < len(tenants) <= MAX_KEYS:
-        raise ConfigError(f"--api-keys {file}: has {len(tenants)} keys; it takes 1 to {MAX_KEYS}")
+    for key, name in pairs:
+        if not 0 < len(name.encode()) <= TENANT_BYTES_MAX or not key:
+            raise ConfigError(f"--api-keys {file}: tenant {name!r} must have 1 to {TENANT_BYTES_MAX} bytes, and a key")
+        derived = hmac.new(secret, name.encode(), hashlib.sha256).digest()
+        tenants.append((_digest(key), Tenant(name, derived)))
+    if len({digest for digest, _ in tenants}) != len(tenants):
+        raise ConfigError(f"--api-keys {file}: one key stands there twice; whose is it?")
     return Keys(tuple(tenants))
+
+
+def _lines(file: Path, text: str) -> list[tuple[str, str]]:
+    pairs = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split("#", 1)[0].split()
+        if len(words) not in (0, 2):
+            raise ConfigError(f"--api-keys {file}, line {number}: takes `KEY TENANT`")
+        if words:
+            pairs.append((words[0], words[1]))
+    return pairs
+
+
+def _table(file: Path, text: str) -> list[tuple[str, str]]:
+    try:
+        table = tomllib.loads(text).get("keys")
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--api-keys {file}: not TOML: {error}") from error
+    if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
+        raise ConfigError(f'--api-keys {file}: takes a table [keys] of "KEY" = "TENANT"')
+    return list(table.items())
 
 
 def _digest(key: str) -> bytes:

@@ -5,6 +5,8 @@
         +-- describe, resubmit every open call with what it emitted --+
 
 A long step is no hang: heartbeats come from beside the engine. Calls that find no worker for `give_up_s` end.
+A worker that is full turns new calls away; those that were under way already are offered again until it takes
+them.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from forebay.workers.protocol import (
     Describe,
     Description,
     Finished,
+    FinishReason,
     FromWorker,
     GetWorkerStats,
     Outputs,
@@ -43,6 +46,8 @@ DESCRIBE_S = 10.0
 RETRY_S = (0.02, 0.05, 0.1, 0.2)
 READ_BYTES = 1 << 18
 RETRY_AFTER_S = 1
+OFFER_AGAIN_S = 0.2
+BUSY = "busy"
 
 
 @dataclass
@@ -72,7 +77,7 @@ class WorkerLink:
     _described: asyncio.Event = field(default_factory=asyncio.Event)
     _heard: float = 0.0
     _alone_since: float = 0.0
-    _stats: list[asyncio.Future[WorkerStats]] = field(default_factory=list)
+    _stats: list[asyncio.Future[WorkerStats | None]] = field(default_factory=list)
 
     @property
     def connected(self) -> bool:
@@ -130,17 +135,14 @@ class WorkerLink:
             self.counters.losses += 1
             self._alone_since = now
         self._described.clear()
-        for waiting in self._stats:
-            waiting.cancel()
-        self._stats.clear()
+        self._answer_stats(None)
 
     def _give_up_if_late(self, now: float) -> None:
         if now - self._alone_since < self.give_up_s:
             return
         for call in list(self.calls.values()):
             self.counters.given_up += 1
-            call.end(call.attempt, "error", f"no worker came back within {self.give_up_s:.0f} s")
-            self._forget(call)
+            self._end(call, call.attempt, "error", f"no worker came back within {self.give_up_s:.0f} s")
 
     def _take(self, message: FromWorker) -> None:
         match message:
@@ -157,10 +159,7 @@ class WorkerLink:
                 self._met(message)
             case WorkerStats():
                 self.last_stats = message
-                for waiting in self._stats:
-                    if not waiting.done():
-                        waiting.set_result(message)
-                self._stats.clear()
+                self._answer_stats(message)
             case Alive():
                 if self.description is not None and self._described.is_set() and message.boot != self.description.boot:
                     raise ProtocolError("another worker answers on this socket")
@@ -169,60 +168,97 @@ class WorkerLink:
         call = self.calls.get(message.id)
         # A call that we cancel is forgotten at once: hearing it of another means that the worker is leaving,
         # and its successor goes on.
-        if call is not None and message.reason != "cancelled" and call.end(message.attempt, message.reason, message.error):
-            self._forget(call)
+        if call is None or message.reason == "cancelled" or self._turned_away(call, message):
+            return
+        self._end(call, message.attempt, message.reason, message.error)
 
     def _met(self, description: Description) -> None:
         if description.version != WORKER_PROTOCOL_VERSION:
             raise ProtocolError(
                 f"the worker speaks version {description.version}, this front end {WORKER_PROTOCOL_VERSION}"
             )
-        self.description = description
+        before, self.description = self.description, description
         if self._described.is_set():
             return
         self._described.set()
         self.counters.connects += 1
-        for call in self.calls.values():
-            self.counters.resubmitted += call.attempt > 0
-            self._send(call.request())
+        model = description.model, description.vocab_size
+        for call in list(self.calls.values()):
+            if before is not None and model != (before.model, before.vocab_size):
+                self._end(call, call.attempt, "error", f"no worker of {before.model} is left: {model[0]} came instead")
+            elif not call.held:
+                self.counters.resubmitted += call.attempt > 0
+                self._send(call.request())
 
     # --- calls -----------------------------------------------------------------------------------------
 
-    def start(self, prompt: bytes, sampling: Sampling, salt: bytes, tenant: str) -> Call:
-        """Begin a generation. Raises ApiError 503 without a worker, 429 at the cap."""
+    def start(self, prompt: bytes, sampling: Sampling, salt: bytes, tenant: str, *, held: bool = False) -> Call:
+        """Begin a generation. Raises ApiError 503 if there never was a worker, 429 at the cap.
+
+        A `held` one has its place, but is sent only by `release`.
+        """
         if self.description is None:
             raise unavailable("no worker is ready yet; try again in a moment")
         if len(self.calls) >= self.max_calls:
             self.counters.refused += 1
-            raise busy(f"{len(self.calls)} requests are under way already; try again later", RETRY_AFTER_S)
-        call = Call(secrets.token_hex(12), prompt, sampling, salt, tenant)
+            raise busy(f"{len(self.calls)} generations are under way already; try again later", RETRY_AFTER_S)
+        call = Call(secrets.token_hex(12), prompt, sampling, salt, tenant, held)
         self.calls[call.id] = call
-        if self.connected:
-            self._send(call.request())
+        self._offer(call)
         return call
+
+    def release(self, call: Call) -> None:
+        """Send a held call."""
+        if call.held:
+            call.held = False
+            self._offer(call)
 
     def stop(self, call: Call) -> None:
         """The client has gone, or has all that it wants (a stop string). Idempotent."""
-        if call.id in self.calls:
-            self._forget(call)
+        if self.calls.pop(call.id, None) is not None:
             call.ended = True
-            if self.connected:
+            if self.connected and call.attempt:
                 self._send(Cancel(id=call.id, attempt=call.attempt))
 
-    def _forget(self, call: Call) -> None:
-        self.calls.pop(call.id, None)
+    def _offer(self, call: Call) -> None:
+        if self.connected and not call.held and call.id in self.calls:
+            self._send(call.request())
+
+    def _turned_away(self, call: Call, message: Finished) -> bool:
+        """Was a call that had found a worker before turned away by a full one? Then it is offered again."""
+        if message.error != BUSY or message.attempt != call.attempt or call.ended:
+            return False
+        if call.attempt == 1 and not call.emitted:
+            return False
+        loop = asyncio.get_running_loop()
+        call.turned_away_at = call.turned_away_at or loop.time()
+        if loop.time() - call.turned_away_at > self.give_up_s:
+            return False
+        call.attempt += 1  # what the worker still says of this attempt is of no interest
+        loop.call_later(OFFER_AGAIN_S, self._offer, call)
+        return True
+
+    def _end(self, call: Call, attempt: int, reason: FinishReason, error: str = "") -> None:
+        if call.end(attempt, reason, error):
+            self.calls.pop(call.id, None)
 
     async def stats(self, timeout_s: float = 1.0) -> WorkerStats | None:
         """The worker's present figures; the last known ones if it doesn't answer in time."""
         if not self.connected:
             return self.last_stats
-        waiting: asyncio.Future[WorkerStats] = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[WorkerStats | None] = asyncio.get_running_loop().create_future()
         self._stats.append(waiting)
         self._send(GetWorkerStats())
         try:
-            return await asyncio.wait_for(waiting, timeout_s)
-        except (TimeoutError, asyncio.CancelledError):
+            return await asyncio.wait_for(waiting, timeout_s) or self.last_stats
+        except TimeoutError:
             return self.last_stats
+
+    def _answer_stats(self, stats: WorkerStats | None) -> None:
+        for waiting in self._stats:
+            if not waiting.done():
+                waiting.set_result(stats)
+        self._stats.clear()
 
     def refresh(self) -> None:
         """Ask for a new description: the worker's view of its store changes."""

@@ -5,33 +5,37 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from forebay.errors import ForebayError
 from forebay.kvstore.identity import pack_tokens
-from forebay.models.chat import ChatTemplate
 from forebay.models.errors import NoChatTemplate
-from forebay.models.tokenizer import Tokenizer
+from forebay.workers.api.answers import Answer
 from forebay.workers.api.bodies import (
     ChatBody,
+    ChatMessage,
     Common,
     CompletionBody,
+    Prompt,
+    TokenizeBody,
+    chat_logprobs,
     choices_of,
     prompts_of,
-    refuse_chat,
-    refuse_completion,
+    refuse_unsupported,
     sampling_of,
     stops_of,
+    texts_of,
 )
-from forebay.workers.api.deltas import Choice, Delta
+from forebay.workers.api.deltas import Choice
 from forebay.workers.api.errors import ApiError, bad, unavailable
 from forebay.workers.api.keys import Tenant
 from forebay.workers.api.link import WorkerLink
 from forebay.workers.api.metrics import Metrics
-from forebay.workers.api.shapes import DONE, ChatShape, CompletionShape, Frame, Gathered, Shape, Usage, sse
+from forebay.workers.api.shapes import ChatShape, CompletionShape, Frame, Shape
+from forebay.workers.api.text import Chat, Codec
 from forebay.workers.protocol import Description, Sampling
 
 COMPLETION_TOKENS = 16
@@ -41,103 +45,21 @@ INLINE_CHARACTERS = 2000
 
 
 @dataclass
-class Generation:
-    """One request: its choices under way, and the shape of its answer."""
-
-    choices: list[Choice]
-    shape: Shape
-    prompt_tokens: int
-    metrics: Metrics
-    started: float
-    include_usage: bool
-
-    def usage(self) -> Usage:
-        """Counts so far. A prompt that several choices share is counted once, as it was computed once."""
-        cached = max((choice.call.cached_tokens for choice in self.choices), default=0)
-        return Usage(self.prompt_tokens, sum(choice.produced for choice in self.choices), cached)
-
-    async def whole(self) -> dict[str, object]:
-        """The answer once all choices are done."""
-        gathered = [Gathered() for _ in self.choices]
-
-        async def gather(choice: Choice) -> None:
-            async for delta in choice.deltas():
-                self._first_token()
-                gathered[choice.index].add(delta)
-
-        tasks = [asyncio.ensure_future(gather(choice)) for choice in self.choices]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        self._done()
-        return self.shape.whole(gathered, self.usage())
-
-    async def stream(self) -> AsyncIterator[bytes]:
-        """Server-sent events. A failure in mid-stream is told as an error event; the stream ends there."""
-        queue: asyncio.Queue[tuple[int, Delta] | ApiError | None] = asyncio.Queue(maxsize=256)
-        tasks = [asyncio.ensure_future(self._feed(choice, queue)) for choice in self.choices]
-        try:
-            for choice in self.choices:
-                opening = self.shape.opening(choice.index)
-                if opening is not None:
-                    yield sse(opening)
-            running = len(tasks)
-            while running:
-                item = await queue.get()
-                if isinstance(item, ApiError):
-                    yield sse(item.body())
-                    return
-                if item is None:
-                    running -= 1
-                    continue
-                self._first_token()
-                index, delta = item
-                if delta.text or delta.finish or delta.tokens:
-                    yield sse(self.shape.chunk(index, delta))
-            if self.include_usage:
-                yield sse(self.shape.usage_chunk(self.usage()))
-            yield DONE
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self._done()
-
-    @staticmethod
-    async def _feed(choice: Choice, queue: asyncio.Queue[tuple[int, Delta] | ApiError | None]) -> None:
-        try:
-            async for delta in choice.deltas():
-                await queue.put((choice.index, delta))
-            await queue.put(None)
-        except ApiError as error:
-            await queue.put(error)
-
-    def _first_token(self) -> None:
-        if self.started:
-            self.metrics.ttft.observe(time.perf_counter() - self.started)
-            self.started = 0.0
-
-    def _done(self) -> None:
-        usage = self.usage()
-        self.metrics.prompt_tokens.inc(usage.prompt)
-        self.metrics.output_tokens.inc(usage.completion)
-        for choice in self.choices[:1]:
-            for source, tokens in (choice.call.cached or {}).items():
-                self.metrics.cached_tokens.labels(source).inc(tokens)
-
-
-@dataclass
 class ApiService:
-    """One model behind one worker."""
+    """One model behind one worker. `chat` is None for a base model; `label` "" takes the worker's name for it."""
 
     link: WorkerLink
-    tokenizer: Tokenizer
-    chat: ChatTemplate | None
+    codec: Codec
+    chat: Chat | None
     metrics: Metrics
-    model: str
+    label: str
+
+    @property
+    def model(self) -> str:
+        """The model's name in the API."""
+        if self.label:
+            return self.label
+        return self.link.description.model if self.link.description is not None else ""
 
     @property
     def worker(self) -> Description:
@@ -146,117 +68,113 @@ class ApiService:
             raise unavailable("no worker is ready yet; try again in a moment")
         return self.link.description
 
-    async def completion(self, body: CompletionBody, tenant: Tenant) -> Generation:
+    async def completion(self, body: CompletionBody, tenant: Tenant) -> Answer:
         """Start a completion. Raises ApiError."""
         started = time.perf_counter()
-        self._check_model(body)
-        refuse_completion(body)
+        self.check_model(body.model)
+        refuse_unsupported(body)
         prompts = [await self._ids(prompt) for prompt in prompts_of(body)]
+        left = max(1, self.worker.max_context - max(map(len, prompts)))
         sampling = sampling_of(
-            body, max_tokens=body.max_tokens, default_tokens=COMPLETION_TOKENS, logprobs=body.logprobs
+            body, wanted=body.max_tokens, default_tokens=min(COMPLETION_TOKENS, left), logprobs=body.logprobs
         )
         shape = CompletionShape(self._frame("cmpl", body, body.logprobs))
         return self._start(body, prompts, sampling, tenant, shape, started)
 
-    async def chat_completion(self, body: ChatBody, tenant: Tenant) -> Generation:
+    async def chat_completion(self, body: ChatBody, tenant: Tenant) -> Answer:
         """Start a chat completion. Raises ApiError; a base model has no chat template and says so."""
         started = time.perf_counter()
-        self._check_model(body)
-        refuse_chat(body)
-        prompt = await self._ids(self._render(body), special=False)
+        self.check_model(body.model)
+        refuse_unsupported(body)
+        prompt = await self.encode(self.render(body.messages), special=False)
         wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        logprobs = chat_logprobs(body)
         left = max(1, self.worker.max_context - len(prompt))
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        sampling = sampling_of(body, max_tokens=wanted, default_tokens=left, logprobs=logprobs)
+        sampling = sampling_of(body, wanted=wanted, default_tokens=left, logprobs=logprobs)
         shape = ChatShape(self._frame("chatcmpl", body, logprobs))
         return self._start(body, [prompt], sampling, tenant, shape, started)
 
-    def _render(self, body: ChatBody) -> str:
-        if not body.messages:
-            raise bad("messages is empty; it takes at least one", "messages")
-        if self.chat is None:
-            raise bad(str(NoChatTemplate(self.model)), "messages")
-        messages = [{"role": message.role, "content": _text_of(message.content)} for message in body.messages]
+    async def tokenize(self, body: TokenizeBody) -> list[int]:
+        """Token ids of a text or a conversation. Raises ApiError."""
+        self.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise bad("give prompt or messages, one of them", "prompt")
+        if body.prompt is not None:
+            return await self.encode(body.prompt, special=body.add_special_tokens)
+        return await self.encode(self.render(body.messages, body.add_generation_prompt), special=False)
+
+    def render(self, messages: list[ChatMessage] | None, add_generation_prompt: bool = True) -> str:
+        """The prompt of a conversation. Raises ApiError."""
+        texts = texts_of(messages)
         try:
-            return self.chat.render(messages, add_generation_prompt=True)
+            if self.chat is None:
+                raise NoChatTemplate(
+                    f"{self.model} is a base model without a chat template; use /v1/completions, or serve an "
+                    "instruction-tuned model"
+                )
+            return self.chat.render(texts, add_generation_prompt=add_generation_prompt)
         except ForebayError as error:
             raise bad(str(error), "messages") from error
 
+    async def encode(self, text: str, *, special: bool) -> list[int]:
+        """Token ids of a text, with a beginning-of-sequence token if `special`."""
+        if len(text) <= INLINE_CHARACTERS:
+            return self.codec.encode(text, add_bos=special)
+        return await asyncio.to_thread(self.codec.encode, text, add_bos=special)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError 404 for another model than ours. No name means ours."""
+        worker = self.worker
+        if name is not None and name not in (self.model, worker.model):
+            raise ApiError(
+                404, f"there is no model {name!r} here; there is {self.model!r}", param="model", code="model_not_found"
+            )
+
     def _start(
-        self, body: Common, prompts: Sequence[list[int]], sampling: Sampling, tenant: Tenant, shape: Shape, started: float
-    ) -> Generation:
+        self, body: Common, prompts: Sequence[list[int]], sampling: Sampling, tenant: Tenant, shape: Shape,
+        started: float,
+    ) -> Answer:  # fmt: skip
         n, stops, salt = choices_of(body), stops_of(body), tenant.salt(body.cache_salt)
         for prompt in prompts:
             self._check_prompt(prompt, sampling)
         choices: list[Choice] = []
+        eos = frozenset(self.worker.eos_ids)
         try:
             for prompt in prompts:
                 packed = pack_tokens(prompt)
-                for number in range(n):
-                    call = self.link.start(packed, replace_choice(sampling, number), salt, tenant.id)
-                    eos = frozenset(self.worker.eos_ids)
-                    choices.append(Choice(len(choices), call, self.link, self.tokenizer, stops, eos))
+                leader = self.link.start(packed, sampling, salt, tenant.id)
+                choices.append(Choice(len(choices), leader, self.link, self.codec, stops, eos, leader))
+                for number in range(1, n):
+                    other = msgspec.structs.replace(sampling, choice=number)
+                    call = self.link.start(packed, other, salt, tenant.id, held=True)
+                    choices.append(Choice(len(choices), call, self.link, self.codec, stops, eos, leader))
         except ApiError:
             for choice in choices:
                 self.link.stop(choice.call)
             raise
-        usage = body.stream_options is not None and body.stream_options.include_usage
-        total = sum(map(len, prompts))
-        return Generation(choices, shape, total, self.metrics, started, usage)
+        return Answer(choices, shape, sum(map(len, prompts)), self.metrics, body.include_usage, started)
 
     def _check_prompt(self, prompt: list[int], sampling: Sampling) -> None:
-        worker = self.worker
+        context, vocab = self.worker.max_context, self.worker.vocab_size
         if not prompt:
             raise bad("prompt has no tokens; it takes at least one", "prompt")
-        if min(prompt) < 0 or max(prompt) >= worker.vocab_size:
-            raise bad(f"prompt has token ids outside of 0 to {worker.vocab_size - 1}", "prompt")
-        if len(prompt) >= worker.max_context:
+        if max(prompt) >= vocab:
+            raise bad(f"prompt has token id {max(prompt)}; the model's ids end at {vocab - 1}", "prompt")
+        if len(prompt) >= context:
             raise ApiError(
-                400, f"the prompt has {len(prompt)} tokens; the context holds {worker.max_context}, one of them for the "
-                "answer", param="prompt", code="context_length_exceeded",
+                400, f"the prompt has {len(prompt)} tokens; the context holds {context}, prompt and answer together",
+                param="prompt", code="context_length_exceeded",
             )  # fmt: skip
-        if len(prompt) + sampling.max_tokens > worker.max_context:
+        if len(prompt) + sampling.max_tokens > context:
             raise ApiError(
                 400, f"{len(prompt)} prompt tokens and max_tokens {sampling.max_tokens} are over the context of "
-                f"{worker.max_context}; ask for at most {worker.max_context - len(prompt)}", param="max_tokens",
+                f"{context}; ask for at most {context - len(prompt)}", param="max_tokens",
                 code="context_length_exceeded",
             )  # fmt: skip
 
-    async def _ids(self, prompt: str | list[int], *, special: bool = True) -> list[int]:
-        if isinstance(prompt, list):
-            if not all(isinstance(token, int) for token in prompt):
-                raise bad("prompt mixes token ids with something else", "prompt")
-            return prompt
-        return await self.encode(prompt, special)
-
-    async def encode(self, text: str, special: bool) -> list[int]:
-        """Token ids of a text, with a beginning-of-sequence token if `special`."""
-        if len(text) <= INLINE_CHARACTERS:
-            return self.tokenizer.encode(text, add_bos=special)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_bos=special)
+    async def _ids(self, prompt: Prompt) -> list[int]:
+        return prompt if isinstance(prompt, list) else await self.encode(prompt, special=True)
 
     def _frame(self, prefix: str, body: Common, logprobs: int | None) -> Frame:
         name = f"{prefix}-{secrets.token_hex(12)}"
-        return Frame(name, self.model, self.tokenizer, logprobs, body.return_token_ids)
-
-    def _check_model(self, body: Common) -> None:
-        if body.model is not None and body.model != self.model:
-            raise ApiError(
-                404, f"there is no model {body.model!r} here; there is {self.model!r}", param="model", code="model_not_found"
-            )
-
-
-def replace_choice(sampling: Sampling, choice: int) -> Sampling:
-    """The sampling of choice number `choice`: the same seed, another stream of random numbers."""
-    return msgspec.structs.replace(sampling, choice=choice)
-
-
-def _text_of(content: str | list[dict[str, object]] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = []
-    for part in content:
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise bad("messages: content takes text, or parts of type text", "messages")
-        parts.append(str(part["text"]))
-    return "".join(parts)
+        return Frame(name, self.model, self.codec, logprobs, body.return_token_ids)

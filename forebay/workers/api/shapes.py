@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from forebay.models.tokenizer import Tokenizer
 from forebay.workers.api.deltas import Delta
+from forebay.workers.api.text import Codec
 from forebay.workers.protocol import TokenOut
 
 DONE = b"data: [DONE]\n\n"
@@ -30,6 +30,7 @@ class Usage:
     cached: int
 
     def body(self) -> dict[str, Any]:
+        """As `usage` shows it."""
         return {
             "prompt_tokens": self.prompt, "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
@@ -74,7 +75,7 @@ class Frame:
 
     id: str
     model: str
-    tokenizer: Tokenizer
+    codec: Codec
     logprobs: int | None
     token_ids: bool
     created: int = field(default_factory=lambda: int(time.time()))
@@ -84,8 +85,17 @@ class Frame:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
 
 
+def _by_name(codec: Codec, top: Sequence[tuple[int, float]]) -> dict[str, float]:
+    """Alternatives by their text; tokens of the same text are told apart by their ids."""
+    named: dict[str, float] = {}
+    for token, value in top:
+        text = codec.token(token)
+        named[text if text not in named else f"{text}#{token}"] = value
+    return named
+
+
 @dataclass
-class CompletionShape:
+class CompletionShape(Shape):
     """`/v1/completions`. Keeps each choice's text offset, which its logprobs count from."""
 
     frame: Frame
@@ -113,7 +123,7 @@ class CompletionShape:
         return choice
 
     def _logprobs(self, index: int, tokens: Sequence[TokenOut]) -> dict[str, Any]:
-        name = self.frame.tokenizer.token
+        name = self.frame.codec.token
         texts = [name(out.token) for out in tokens]
         offset, offsets = self.offsets.get(index, 0), []
         for text in texts:
@@ -123,13 +133,13 @@ class CompletionShape:
         return {
             "tokens": texts,
             "token_logprobs": [out.logprob for out in tokens],
-            "top_logprobs": [{name(token): value for token, value in out.top} for out in tokens],
+            "top_logprobs": [_by_name(self.frame.codec, out.top) for out in tokens],
             "text_offset": offsets,
         }
 
 
 @dataclass
-class ChatShape:
+class ChatShape(Shape):
     """`/v1/chat/completions`."""
 
     frame: Frame
@@ -142,7 +152,9 @@ class ChatShape:
 
     def chunk(self, index: int, delta: Delta) -> dict[str, Any]:
         content = {"content": delta.text} if delta.text or not delta.finish else {}
-        choice = {"index": index, "delta": content, "logprobs": self._logprobs(delta.tokens), "finish_reason": delta.finish}
+        choice = {
+            "index": index, "delta": content, "logprobs": self._logprobs(delta.tokens), "finish_reason": delta.finish,
+        }  # fmt: skip
         if self.frame.token_ids:
             choice["token_ids"] = [out.token for out in delta.tokens]
         return self.frame.around("chat.completion.chunk", [choice])
@@ -168,7 +180,7 @@ class ChatShape:
         return {"content": [self._entry(out.token, out.logprob, out.top) for out in tokens], "refusal": None}
 
     def _entry(self, token: int, logprob: float | None, top: Sequence[tuple[int, float]] | None) -> dict[str, Any]:
-        text = self.frame.tokenizer.token(token)
+        text = self.frame.codec.token(token)
         entry: dict[str, Any] = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
         if top is not None:
             entry["top_logprobs"] = [self._entry(other, value, None) for other, value in top]

@@ -1,0 +1,122 @@
+"""One request under way: its choices, merged into one answer, whole or streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from forebay.workers.api.deltas import Choice, Delta
+from forebay.workers.api.errors import ApiError
+from forebay.workers.api.metrics import Metrics
+from forebay.workers.api.shapes import DONE, Gathered, Shape, Usage, sse
+
+MERGED_MAX = 256
+"""Deltas that wait for a slow client before its generations are no longer read."""
+
+Merged = tuple[int, Delta]
+
+
+@dataclass
+class Answer:
+    """The answer to one request. Use `whole` or `stream`, once. `started` is when the request arrived."""
+
+    choices: list[Choice]
+    shape: Shape
+    prompt_tokens: int
+    metrics: Metrics
+    include_usage: bool
+    started: float = field(default_factory=time.perf_counter)
+    _seen: bool = False
+
+    def usage(self) -> Usage:
+        """Counts so far. A prompt that several choices share is counted once: it is computed once."""
+        cached = sum(choice.call.cached_tokens for choice in self.choices if choice.leads)
+        return Usage(self.prompt_tokens, sum(choice.produced for choice in self.choices), cached)
+
+    async def whole(self) -> dict[str, object]:
+        """The answer once all choices are done. Raises ApiError."""
+        gathered = [Gathered() for _ in self.choices]
+        async with aclosing(self._deltas()) as deltas:
+            async for index, delta in deltas:
+                gathered[index].add(delta)
+        return self.shape.whole(gathered, self.usage())
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events. Raises ApiError only before the first one; a later failure is an event itself."""
+        opened: set[int] = set()
+        try:
+            async with aclosing(self._deltas()) as deltas:
+                async for index, delta in deltas:
+                    if index not in opened:
+                        opened.add(index)
+                        opening = self.shape.opening(index)
+                        if opening is not None:
+                            yield sse(opening)
+                    yield sse(self.shape.chunk(index, delta))
+        except ApiError as error:
+            if not opened:
+                raise
+            yield sse(error.body())
+            return
+        if self.include_usage:
+            yield sse(self.shape.usage_chunk(self.usage()))
+        yield DONE
+
+    async def _deltas(self) -> AsyncGenerator[Merged, None]:
+        """Deltas of all choices as they come. Raises the first ApiError; ends all calls on every way out."""
+        try:
+            async with aclosing(self._merged()) as merged:
+                async for item in merged:
+                    if not self._seen:
+                        self._seen = True
+                        self.metrics.ttft.observe(time.perf_counter() - self.started)
+                    yield item
+        finally:
+            for choice in self.choices:
+                choice.link.stop(choice.call)
+            self._count()
+
+    async def _merged(self) -> AsyncGenerator[Merged, None]:
+        if len(self.choices) == 1:
+            async with aclosing(self.choices[0].deltas()) as deltas:
+                async for delta in deltas:
+                    yield 0, delta
+            return
+        queue: asyncio.Queue[Merged | Exception | None] = asyncio.Queue(MERGED_MAX)
+        tasks = [asyncio.ensure_future(_feed(choice, queue)) for choice in self.choices]
+        running = len(tasks)
+        try:
+            while running:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    running -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _count(self) -> None:
+        usage = self.usage()
+        self.metrics.prompt_tokens.inc(usage.prompt)
+        self.metrics.output_tokens.inc(usage.completion)
+        for choice in self.choices:
+            if choice.leads:
+                for source, tokens in (choice.call.cached or {}).items():
+                    self.metrics.cached_tokens.labels(source).inc(tokens)
+
+
+async def _feed(choice: Choice, queue: asyncio.Queue[Merged | Exception | None]) -> None:
+    try:
+        async with aclosing(choice.deltas()) as deltas:
+            async for delta in deltas:
+                await queue.put((choice.index, delta))
+        await queue.put(None)
+    except Exception as error:  # whatever it is, the reader must hear of it: else it waits for ever
+        await queue.put(error)
