@@ -64,26 +64,27 @@ def paged_attention(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prefill:
-    """One sequence: `blocks` hold positions from `first` on, up to the last query's."""
+    """One sequence, whose gathered KV begins at position `first` and ends with the last query's block."""
 
     span: SequenceSpan
-    blocks: Tensor
+    runs: Tensor
     first: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Decodes:
-    """Sequences of one new token each, padded to a common number of blocks.
+    """`count` sequences of one new token each, padded to a common number of blocks.
 
-    `rows` [B] are their rows of the flat batch, `blocks` [B, n]. `mask` [B, 1, n * 16] adds -inf to positions
-    that aren't theirs. A single sequence needs none: it sees positions [skip, skip + visible) of its blocks.
+    `rows` [count] are their rows of the flat batch, None if they are the whole batch in order. `mask`
+    [count, 1, n * 16] adds -inf to positions that aren't theirs. A single sequence needs none: it sees positions
+    `seen` of its blocks.
     """
 
-    rows: Tensor
-    blocks: Tensor
+    count: int
+    rows: Tensor | None
+    runs: Tensor
     mask: Tensor | None
-    skip: int
-    visible: int
+    seen: slice
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,46 +122,51 @@ def _plan(batch: Batch, group: str, window: int | None, pool: Tensor) -> _Plan:
             continue
         first = start // BLOCK_TOKENS
         blocks = tables[i, first : (span.total_len - 1) // BLOCK_TOKENS + 1]
-        prefills.append(_Prefill(span, blocks, first * BLOCK_TOKENS))
+        prefills.append(_Prefill(span, _runs(pool, blocks[None]), first * BLOCK_TOKENS))
     most = max(1, DECODE_GATHER_BYTES // _kv_bytes(pool))
-    decodes = [_join(part, tables, pool.dtype) for part in _by_length(singles, most)]
+    decodes = [
+        _join(part, tables, pool, whole=len(part) == batch.num_tokens)
+        for part in _by_length(singles, most)
+    ]
     return _Plan(tuple(prefills), tuple(decodes))
 
 
 def _by_length(reaches: list[_Reach], most_blocks: int) -> Iterator[list[_Reach]]:
-    """Parts of similar length: at most half of what a part gathers is padding."""
+    """Parts of similar length, at most half of what a part gathers is padding. Inside a part by row."""
     part: list[_Reach] = []
     for reach in sorted(reaches, key=lambda reach: reach.num_blocks, reverse=True):
         longest = part[0].num_blocks if part else 0
         if part and (reach.num_blocks * 2 < longest or (len(part) + 1) * longest > most_blocks):
-            yield part
+            yield sorted(part, key=lambda reach: reach.row)
             part = []
         part.append(reach)
     if part:
-        yield part
+        yield sorted(part, key=lambda reach: reach.row)
 
 
-def _join(part: list[_Reach], tables: Tensor, dtype: torch.dtype) -> _Decodes:
+def _join(part: list[_Reach], tables: Tensor, pool: Tensor, *, whole: bool) -> _Decodes:
     device = tables.device
-    rows = torch.tensor([reach.row for reach in part], device=device)
+    rows = None if whole else torch.tensor([reach.row for reach in part], device=device)
     if len(part) == 1:
         reach = part[0]
         blocks = tables[reach.index, reach.first_block : reach.first_block + reach.num_blocks]
-        skip = reach.start - reach.first_block * BLOCK_TOKENS
-        return _Decodes(rows, blocks[None], None, skip, reach.end - reach.start)
-    width = part[0].num_blocks
-    indices = torch.tensor([reach.index for reach in part], device=device)
-    firsts = torch.tensor([reach.first_block for reach in part], device=device)
-    columns = firsts[:, None] + torch.arange(width, device=device)
+        base = reach.first_block * BLOCK_TOKENS
+        seen = slice(reach.start - base, reach.end - base)
+        return _Decodes(1, rows, _runs(pool, blocks[None]), None, seen)
+    width = max(reach.num_blocks for reach in part)
+    facts = torch.tensor(
+        [(reach.index, reach.first_block, reach.start, reach.end) for reach in part], device=device
+    )
+    indices, firsts, starts, ends = (column[:, None] for column in facts.unbind(1))
+    columns = firsts + torch.arange(width, device=device)
     # Where the table ends or has no block, the sequence's own first one will do: the mask hides it.
-    blocks = tables[indices[:, None], columns.clamp_(max=tables.shape[1] - 1)]
+    blocks = tables[indices, columns.clamp_(max=tables.shape[1] - 1)]
     blocks = torch.where(blocks == NO_BLOCK, blocks[:, :1], blocks)
-    positions = firsts[:, None] * BLOCK_TOKENS + torch.arange(width * BLOCK_TOKENS, device=device)
-    starts = torch.tensor([reach.start for reach in part], device=device)[:, None]
-    ends = torch.tensor([reach.end for reach in part], device=device)[:, None]
+    positions = firsts * BLOCK_TOKENS + torch.arange(width * BLOCK_TOKENS, device=device)
     hidden = (positions < starts) | (positions >= ends)
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -math.inf)
-    return _Decodes(rows, blocks, mask[:, None], 0, width * BLOCK_TOKENS)
+    mask = torch.zeros(hidden.shape, dtype=pool.dtype, device=device)
+    mask.masked_fill_(hidden, -math.inf)
+    return _Decodes(len(part), rows, _runs(pool, blocks), mask[:, None], slice(None))
 
 
 def _kv_bytes(pool: Tensor) -> int:
@@ -168,16 +174,34 @@ def _kv_bytes(pool: Tensor) -> int:
     return 2 * pool.shape[3] * BLOCK_TOKENS * pool.shape[5] * pool.element_size()
 
 
-def _gather(pool: Tensor, layer_in_group: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V of `blocks` [B, n] in one layer, each [B * kv_heads, n * 16, head_dim]."""
-    _, layers, _, kv_heads, _, dim = pool.shape
-    count, width = blocks.shape
-    runs = pool.view(-1, BLOCK_TOKENS * dim)
-    first = (blocks * layers + layer_in_group) * (2 * kv_heads)
+def _runs(pool: Tensor, blocks: Tensor) -> Tensor:
+    """Where layer 0's KV of `blocks` [B, n] is: indices of runs of one head's 16 vectors, in the order
+    K or V, sequence, head, block."""
+    _, layers, _, kv_heads, _, _ = pool.shape
+    first = blocks * (layers * 2 * kv_heads)
     vectors = torch.arange(2 * kv_heads, device=pool.device).view(2, 1, kv_heads, 1)
-    index = (first[:, None, :] + vectors).view(-1)
-    kv = runs.index_select(0, index).view(2, count * kv_heads, width * BLOCK_TOKENS, dim)
-    return kv[0], kv[1]
+    return (first[:, None, :] + vectors).view(-1)
+
+
+def _gather(pool: Tensor, layer_in_group: int, runs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """K and V in one layer of `count` sequences, each [count * kv_heads, n * 16, head_dim]."""
+    _, _, _, kv_heads, _, dim = pool.shape
+    of_layer = runs + layer_in_group * 2 * kv_heads
+    kv = pool.view(-1, BLOCK_TOKENS * dim).index_select(0, of_layer)
+    k, v = kv.view(2, count * kv_heads, -1, dim).unbind(0)
+    return k, v
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a [N, r, c] @ b [N, c, n], either factor possibly a slice or a transposed view."""
+    whole = b.is_contiguous() or b.transpose(1, 2).is_contiguous()
+    if a.device.type != "cpu" or (whole and a.shape[0] > 1):
+        return torch.bmm(a, b)
+    # On the CPU a batched product first copies a factor that is a slice of a batch; a plain one doesn't.
+    out = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+    for left, right, into in zip(a, b, out, strict=True):
+        torch.mm(left, right, out=into)
+    return out
 
 
 # --- prefill -------------------------------------------------------------------------------------------------
@@ -196,7 +220,7 @@ def _attend_prefill(
     span, kv_heads = prefill.span, pool.shape[3]
     heads, dim = q.shape[1:]
     shared = heads // kv_heads
-    k, v = _gather(pool, layer_in_group, prefill.blocks[None])
+    k, v = _gather(pool, layer_in_group, prefill.runs, 1)
     for begin in range(0, span.query_len, TILE_QUERIES):
         size = min(TILE_QUERIES, span.query_len - begin)
         position = span.context_len + begin
@@ -205,11 +229,11 @@ def _attend_prefill(
         rows = slice(span.query_start + begin, span.query_start + begin + size)
         folded = q[rows].view(size, kv_heads, shared, dim).transpose(0, 1)
         folded = folded.reshape(kv_heads, size * shared, dim)
-        scores = torch.matmul(folded, k[:, seen].transpose(1, 2))
+        scores = _product(folded, k[:, seen].transpose(1, 2))
         if softcap is not None:
             scores.div_(softcap).tanh_().mul_(softcap)
         _hide(scores.view(kv_heads, size, shared, -1), batch, window)
-        mixed = torch.matmul(torch.softmax(scores, dim=-1), v[:, seen])
+        mixed = _product(torch.softmax(scores, dim=-1), v[:, seen])
         out[rows] = mixed.view(kv_heads, size, shared, dim).transpose(0, 1).reshape(size, heads, dim)
 
 
@@ -252,18 +276,21 @@ def _attend_decodes(
     softcap: float | None,
     out: Tensor,
 ) -> None:
-    count, kv_heads = len(decodes.rows), pool.shape[3]
+    count, kv_heads = decodes.count, pool.shape[3]
     heads, dim = q.shape[1:]
-    k, v = _gather(pool, layer_in_group, decodes.blocks)
-    seen = slice(decodes.skip, decodes.skip + decodes.visible)
-    rows = q.index_select(0, decodes.rows).view(count * kv_heads, heads // kv_heads, dim)
-    scores = torch.matmul(rows, k[:, seen].transpose(1, 2))
+    k, v = _gather(pool, layer_in_group, decodes.runs, count)
+    rows = q if decodes.rows is None else q.index_select(0, decodes.rows)
+    rows = rows.reshape(count * kv_heads, heads // kv_heads, dim)
+    scores = _product(rows, k[:, decodes.seen].transpose(1, 2))
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
     if decodes.mask is not None:
         scores.view(count, heads, -1).add_(decodes.mask)
-    mixed = torch.matmul(torch.softmax(scores, dim=-1), v[:, seen])
-    out.index_copy_(0, decodes.rows, mixed.view(count, heads, dim))
+    mixed = _product(torch.softmax(scores, dim=-1), v[:, decodes.seen]).view(count, heads, dim)
+    if decodes.rows is None:
+        out.copy_(mixed)
+    else:
+        out.index_copy_(0, decodes.rows, mixed)
 
 
 # --- the oracle ----------------------------------------------------------------------------------------------

@@ -1,0 +1,141 @@
+"""A checkpoint's `config.json`, read with care: every value is checked where it is asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from forebay.models.errors import CheckpointBroken, ModelNotFound, UnsupportedArchitecture
+from forebay.models.layers import Llama3Scaling, Rope
+
+CONFIG_FILE = "config.json"
+MAX_JSON_BYTES = 256 * 2**20
+
+
+class Config:
+    """Typed access to the values of a configuration. `origin` is the file, for messages."""
+
+    def __init__(self, values: Mapping[str, Any], origin: Path) -> None:
+        self._values = values
+        self.origin = origin
+
+    def __contains__(self, key: str) -> bool:
+        return self._values.get(key) is not None
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value as it is in the file; null counts as absent."""
+        value = self._values.get(key)
+        return default if value is None else value
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A positive whole number. Raises CheckpointBroken if it is absent or anything else."""
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.broken(f"{key} must be a positive whole number, found {value!r}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number."""
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise self.broken(f"{key} must be a positive number, found {value!r}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self.broken(f"{key} must be true or false, found {value!r}")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string."""
+        value = self.get(key, default)
+        if not isinstance(value, str):
+            raise self.broken(f"{key} must be a string, found {value!r}")
+        return value
+
+    def section(self, key: str) -> Config:
+        """A nested table, empty if it is absent."""
+        value = self.get(key, {})
+        if not isinstance(value, dict):
+            raise self.broken(f"{key} must be a table, found {value!r}")
+        return Config(value, self.origin)
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """A token id or a list of them, or nothing."""
+        value = self.get(key, [])
+        ids = value if isinstance(value, list) else [value]
+        if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+            raise self.broken(f"{key} must be token ids, found {value!r}")
+        return tuple(ids)
+
+    def broken(self, why: str) -> CheckpointBroken:
+        """An error about this file."""
+        return CheckpointBroken(f"{self.origin}: {why}; restore the file from the model's source")
+
+    def unsupported(self, why: str) -> UnsupportedArchitecture:
+        """An error about a setting that no family here computes."""
+        return UnsupportedArchitecture(f"{self.origin}: {why}; choose another model")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ModelNotFound or CheckpointBroken."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointBroken(f"{path} is over {MAX_JSON_BYTES} bytes; it can't be right")
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise ModelNotFound(
+            f"{path} does not exist; pass a .gguf file, or a directory with config.json and safetensors"
+        ) from error
+    except OSError as error:
+        raise CheckpointBroken(f"{path} can't be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointBroken(
+            f"{path} is not valid JSON ({error}); restore it from the model's source"
+        ) from error
+    if not isinstance(value, dict):
+        raise CheckpointBroken(f"{path} must hold a JSON object; restore it from the model's source")
+    return value
+
+
+def read_config(directory: Path) -> Config:
+    """The configuration of the checkpoint in `directory`."""
+    return Config(read_json(directory / CONFIG_FILE), directory / CONFIG_FILE)
+
+
+def read_rope(config: Config, dim: int, *, theta: float, settings: Config | None = None) -> Rope:
+    """Rotary settings, from `rope_parameters` (or `settings`), else from `rope_theta` and `rope_scaling`.
+
+    `theta` is the default base.
+    """
+    if settings is None:
+        settings = config.section("rope_parameters")
+    scaling = settings if "rope_type" in settings else config.section("rope_scaling")
+    base = settings.number("rope_theta", config.number("rope_theta", theta))
+    if settings.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise config.unsupported("a rotation of only some dimensions is not supported")
+    kind = scaling.text("rope_type", scaling.text("type", "default"))
+    if kind == "default":
+        return Rope(base, dim)
+    if kind == "linear":
+        return Rope(base, dim, linear=scaling.number("factor"))
+    if kind == "llama3":
+        stretch = Llama3Scaling(
+            factor=scaling.number("factor"),
+            low_freq_factor=scaling.number("low_freq_factor"),
+            high_freq_factor=scaling.number("high_freq_factor"),
+            original_context=scaling.size("original_max_position_embeddings"),
+        )
+        if stretch.high_freq_factor <= stretch.low_freq_factor:
+            raise config.broken("high_freq_factor must be above low_freq_factor")
+        return Rope(base, dim, llama3=stretch)
+    if kind == "factors":
+        factors = scaling.get("factors")
+        if not isinstance(factors, list) or len(factors) != dim // 2:
+            raise config.broken(f"factors must be a list of {dim // 2} numbers")
+        return Rope(base, dim, factors=tuple(float(factor) for factor in factors))
+    raise config.unsupported(f"rotary scaling of type {kind!r} is not supported")

@@ -1,0 +1,197 @@
+"""Gemma 3, text: sliding and full layers, norms around every part, scaled embeddings, tied head.
+
+Norm weights are stored minus one. Sliding layers have a rotary base of their own. The sliding layers and the
+full ones are two cache groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forebay.kernels.batch import Batch
+from forebay.models.base import CausalLM, KVGroup, ModelInfo
+from forebay.models.config import Config, read_rope
+from forebay.models.layers import Attention, Decoder, GatedMLP, HeadNorm, Linear, RMSNorm, Rope
+from forebay.models.weights import Weights
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma3Shape:
+    """Sizes and settings. `kinds` says of every layer whether it is full or sliding."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    eps: float
+    scale: float
+    window: int
+    kinds: tuple[str, ...]
+    full_rope: Rope
+    local_rope: Rope
+    attention_cap: float | None
+    logit_cap: float | None
+    tied: bool
+
+
+def read_shape(config: Config) -> Gemma3Shape:
+    """From a configuration of type gemma3_text, or the text part of gemma3."""
+    heads, head_dim = config.size("num_attention_heads"), config.size("head_dim", 256)
+    kv_heads = config.size("num_key_value_heads")
+    if heads % kv_heads or head_dim % 2:
+        raise config.broken(f"{heads} heads, {kv_heads} KV heads of {head_dim} don't fit together")
+    if config.text("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
+        raise config.unsupported(f"activation {config.get('hidden_activation')!r} is not supported")
+    if config.flag("use_bidirectional_attention", False) or config.flag("attention_bias", False):
+        raise config.unsupported("bidirectional attention and attention bias are not supported")
+    full, local = _read_ropes(config, head_dim)
+    return Gemma3Shape(
+        hidden=config.size("hidden_size"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn=config.size("intermediate_size"),
+        vocab=config.size("vocab_size", 262_208),
+        eps=config.number("rms_norm_eps", 1e-6),
+        scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
+        window=config.size("sliding_window", 4096),
+        kinds=_read_kinds(config),
+        full_rope=full,
+        local_rope=local,
+        attention_cap=_optional(config, "attn_logit_softcapping"),
+        logit_cap=_optional(config, "final_logit_softcapping"),
+        tied=config.flag("tie_word_embeddings", True),
+    )
+
+
+def _read_kinds(config: Config) -> tuple[str, ...]:
+    layers = config.size("num_hidden_layers")
+    every = config.size("sliding_window_pattern", config.get("_sliding_window_pattern", 6))
+    default = [SLIDING if (i + 1) % every else FULL for i in range(layers)]
+    kinds = config.get("layer_types", default)
+    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {FULL, SLIDING}:
+        raise config.broken(f"layer_types must name {layers} layers, each {FULL} or {SLIDING}")
+    return tuple(kinds)
+
+
+def _read_ropes(config: Config, dim: int) -> tuple[Rope, Rope]:
+    """Of full and of sliding layers. Newer files nest them by layer type, older ones have two bases."""
+    by_type = config.section("rope_parameters")
+    if FULL in by_type or SLIDING in by_type:
+        full, local = by_type.section(FULL), by_type.section(SLIDING)
+        return (
+            read_rope(config, dim, theta=1_000_000.0, settings=full),
+            read_rope(Config({}, config.origin), dim, theta=10_000.0, settings=local),
+        )
+    base = config.number("rope_local_base_freq", 10_000.0)
+    return read_rope(config, dim, theta=1_000_000.0), Rope(base, dim)
+
+
+def _optional(config: Config, key: str) -> float | None:
+    return config.number(key) if key in config else None
+
+
+def gemma3_info(config: Config) -> ModelInfo:
+    """Facts of a gemma3_text configuration."""
+    shape = read_shape(config)
+    return ModelInfo(
+        family="gemma3",
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        num_layers=len(shape.kinds),
+        max_context=config.size("max_position_embeddings", 131_072),
+        kv_groups=tuple(_groups(shape).values()),
+        rope=shape.full_rope.describe("full") | shape.local_rope.describe("window"),
+        bos_id=next(iter(config.token_ids("bos_token_id")), 2),
+        eos_ids=config.token_ids("eos_token_id") or (1,),
+    )
+
+
+def _groups(shape: Gemma3Shape) -> dict[str, KVGroup]:
+    """Layer type -> cache group. A model may have only one of them."""
+    layers = {
+        kind: tuple(i for i, k in enumerate(shape.kinds) if k == kind) for kind in (FULL, SLIDING)
+    }
+    heads, dim = shape.kv_heads, shape.head_dim
+    groups = {
+        FULL: KVGroup("full", "full", layers[FULL], heads, dim),
+        SLIDING: KVGroup("window", "window", layers[SLIDING], heads, dim, shape.window),
+    }
+    return {kind: group for kind, group in groups.items() if group.layers}
+
+
+def build_gemma3(config: Config, weights: Weights) -> CausalLM:
+    """The model, its weights taken from `weights`."""
+    shape, groups = read_shape(config), _groups(read_shape(config))
+    embedding = weights.take("embed_tokens.weight", shape.vocab, shape.hidden)
+    tied = shape.tied or "lm_head.weight" not in weights
+    head = embedding if tied else weights.take("lm_head.weight", shape.vocab, shape.hidden)
+    # The scale is a constant of fp32 that is rounded to the model's dtype: so the weights were trained.
+    scale = torch.tensor(shape.hidden**0.5, dtype=torch.float32).to(weights.dtype)
+    return Decoder(
+        gemma3_info(config),
+        embedding=embedding,
+        layers=[
+            _Layer(shape, groups[kind], index, weights) for index, kind in enumerate(shape.kinds)
+        ],
+        norm=_norm(weights, "norm", shape),
+        head=Linear(head),
+        embed_scale=float(scale),
+        logit_cap=shape.logit_cap,
+    )
+
+
+def _norm(weights: Weights, name: str, shape: Gemma3Shape) -> RMSNorm:
+    return RMSNorm(weights.exact(f"{name}.weight", shape.hidden) + 1, shape.eps)
+
+
+class _Layer:
+    def __init__(self, shape: Gemma3Shape, group: KVGroup, index: int, weights: Weights) -> None:
+        at, hidden = f"layers.{index}.", shape.hidden
+        q_size, kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self._dtype = weights.dtype
+        self._before_attention = _norm(weights, f"{at}input_layernorm", shape)
+        self._after_attention = _norm(weights, f"{at}post_attention_layernorm", shape)
+        self._before_mlp = _norm(weights, f"{at}pre_feedforward_layernorm", shape)
+        self._after_mlp = _norm(weights, f"{at}post_feedforward_layernorm", shape)
+        self._attention = Attention(
+            qkv=weights.merged_linear(
+                {f"{at}self_attn.{x}_proj": q_size if x == "q" else kv_size for x in "qkv"}, hidden
+            ),
+            out=weights.linear(f"{at}self_attn.o_proj", hidden, q_size),
+            heads=shape.heads,
+            group=group,
+            layer=index,
+            rope=shape.full_rope if group.window is None else shape.local_rope,
+            scale=1.0,
+            softcap=shape.attention_cap,
+            head_norm=_head_norm(shape, at, weights),
+        )
+        self._mlp = GatedMLP(
+            weights.merged_linear({f"{at}mlp.{x}_proj": shape.ffn for x in ("gate", "up")}, hidden),
+            weights.linear(f"{at}mlp.down_proj", hidden, shape.ffn),
+            act="gelu_tanh",
+        )
+
+    def __call__(
+        self, hidden: Tensor, batch: Batch, kv: Mapping[str, Tensor], keep: Tensor | None
+    ) -> Tensor:
+        mixed = self._attention(self._before_attention(hidden).to(self._dtype), batch, kv, keep)
+        hidden = hidden if keep is None else hidden.index_select(0, keep)
+        self._after_attention.add_to(hidden, mixed)
+        mixed = self._mlp(self._before_mlp(hidden).to(self._dtype))
+        return self._after_mlp.add_to(hidden, mixed)
+
+
+def _head_norm(shape: Gemma3Shape, at: str, weights: Weights) -> HeadNorm:
+    """The scale of the scores goes into the queries' norm: a rotation keeps it, and it costs nothing there."""
+    q, k = (weights.exact(f"{at}self_attn.{x}_norm.weight", shape.head_dim) + 1 for x in "qk")
+    return HeadNorm.of(q * shape.scale, k, shape.heads, shape.kv_heads, shape.eps)

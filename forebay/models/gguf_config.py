@@ -1,0 +1,169 @@
+"""From GGUF's metadata and tensor names to the configuration and names that the families read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.models.errors import CheckpointBroken, UnsupportedArchitecture
+from forebay.models.gguf_file import GGUFFile
+
+Array = NDArray[Any]
+
+_MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+
+_GLOBAL_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER_NAMES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_norm": "input_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_PLAIN_NORMS = {"ffn_norm": "post_attention_layernorm"}
+_GEMMA_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+ROPE_FACTORS = "rope_freqs.weight"
+"""A tensor of divisors for the rotary frequencies, which goes into the configuration."""
+
+_LARGEST_GEMMA3_LAYERS = 62
+
+
+@dataclass(frozen=True, slots=True)
+class _Metadata:
+    """Typed access to a GGUF file's metadata, under its architecture's prefix."""
+
+    file: GGUFFile
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self.file.metadata.get(f"{self.file.architecture}.{key}", default)
+        if value is None:
+            raise CheckpointBroken(
+                f"{self.file.path} lacks the entry {self.file.architecture}.{key}; convert it again "
+                "from its source with a current tool"
+            )
+        return value
+
+    def has(self, key: str) -> bool:
+        return f"{self.file.architecture}.{key}" in self.file.metadata
+
+
+def gguf_config(file: GGUFFile, rope_factors: tuple[float, ...] = ()) -> dict[str, Any]:
+    """The `config.json` of the model in `file`. Raises UnsupportedArchitecture or CheckpointBroken."""
+    if file.architecture not in _MODEL_TYPES:
+        raise UnsupportedArchitecture(
+            f"{file.path}: architecture {file.architecture!r} is not supported; supported are "
+            f"{', '.join(_MODEL_TYPES)}"
+        )
+    found = _Metadata(file)
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise CheckpointBroken(f"{file.path} has no token_embd.weight; download it again")
+    heads = found.get("attention.head_count")
+    config: dict[str, Any] = {
+        "model_type": _MODEL_TYPES[file.architecture],
+        "vocab_size": embedding.shape[0],
+        "hidden_size": found.get("embedding_length"),
+        "intermediate_size": found.get("feed_forward_length"),
+        "num_hidden_layers": found.get("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": found.get("attention.head_count_kv", heads),
+        "head_dim": found.get("attention.key_length", found.get("embedding_length") // max(1, heads)),
+        "max_position_embeddings": found.get("context_length"),
+        "rms_norm_eps": found.get("attention.layer_norm_rms_epsilon"),
+        "rope_theta": found.get("rope.freq_base", 10_000.0),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
+    }
+    config |= _rope_scaling(found, rope_factors)
+    if file.architecture == "gemma3":
+        config |= _gemma3_settings(found, config)
+    return config
+
+
+def _rope_scaling(found: _Metadata, factors: tuple[float, ...]) -> dict[str, Any]:
+    if factors:
+        return {"rope_scaling": {"rope_type": "factors", "factors": list(factors)}}
+    kind = found.get("rope.scaling.type", "none")
+    if kind == "none":
+        return {}
+    return {"rope_scaling": {"rope_type": kind, "factor": found.get("rope.scaling.factor")}}
+
+
+def _gemma3_settings(found: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    largest = config["num_hidden_layers"] == _LARGEST_GEMMA3_LAYERS
+    per_head = config["hidden_size"] // max(1, config["num_attention_heads"])
+    pattern = found.get("attention.sliding_window_pattern", 6)
+    settings: dict[str, Any] = {
+        "sliding_window": found.get("attention.sliding_window"),
+        "query_pre_attn_scalar": per_head if largest else config["head_dim"],
+        "rope_theta": found.get("rope.freq_base", 1_000_000.0),
+        "rope_local_base_freq": found.get("rope.freq_base_swa", 10_000.0),
+    }
+    if isinstance(pattern, list):
+        kinds = ["sliding_attention" if sliding else "full_attention" for sliding in pattern]
+        return settings | {"layer_types": kinds}
+    if found.has("final_logit_softcapping"):
+        settings["final_logit_softcapping"] = found.get("final_logit_softcapping")
+    return settings | {"sliding_window_pattern": pattern}
+
+
+@dataclass(frozen=True, slots=True)
+class Renamed:
+    """A tensor's name in the families' words, and what turns its values into theirs."""
+
+    name: str
+    convert: Callable[[Array], Array]
+
+
+def rename_tensor(name: str, file: GGUFFile, config: Mapping[str, Any]) -> Renamed | None:
+    """None for a tensor that isn't part of the model (such as rope factors)."""
+    base, _, kind = name.rpartition(".")
+    gemma = file.architecture == "gemma3"
+    if base in _GLOBAL_NAMES:
+        minus_one = gemma and base == "output_norm"
+        return Renamed(f"{_GLOBAL_NAMES[base]}.{kind}", _minus_one if minus_one else _as_is)
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", base)
+    names = _LAYER_NAMES | (_GEMMA_NORMS if gemma else _PLAIN_NORMS)
+    if match is None or match[2] not in names:
+        return None
+    full = f"model.layers.{match[1]}.{names[match[2]]}.{kind}"
+    if gemma and match[2].endswith("norm"):
+        return Renamed(full, _minus_one)
+    if file.architecture == "llama" and match[2] in ("attn_q", "attn_k"):
+        heads = config["num_attention_heads" if match[2] == "attn_q" else "num_key_value_heads"]
+        return Renamed(full, lambda values: _unpair(values, heads))
+    return Renamed(full, _as_is)
+
+
+def _as_is(values: Array) -> Array:
+    return values
+
+
+def _minus_one(values: Array) -> Array:
+    return values - 1
+
+
+def _unpair(values: Array, heads: int) -> Array:
+    """GGUF's Llama rotates neighbours (2i, 2i + 1), the families here rotate (i, i + dim / 2)."""
+    paired = values.reshape(heads, -1, 2, *values.shape[1:])
+    return np.ascontiguousarray(np.swapaxes(paired, 1, 2)).reshape(values.shape)

@@ -1,0 +1,107 @@
+"""From a path to a model: a directory of safetensors, or a GGUF file, which is converted once and cached."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from forebay.models import fingerprint
+from forebay.models.base import CausalLM, ModelInfo
+from forebay.models.cache_dir import default_cache_dir
+from forebay.models.config import CONFIG_FILE, Config, read_config, read_json
+from forebay.models.convert import convert_gguf, read_gguf_config
+from forebay.models.errors import ModelNotFound, UnsupportedArchitecture
+from forebay.models.registry import find_family, text_config
+from forebay.models.weights import Progress, Weights
+
+GENERATION_FILE = "generation_config.json"
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+
+
+def checkpoint_directory(
+    path: Path, *, cache_dir: Path | None = None, progress: Progress | None = None
+) -> Path:
+    """The directory with config.json, safetensors and tokenizer.json: `path` itself, or a GGUF file's conversion.
+
+    May block for the conversion. Raises ModelNotFound, CheckpointBroken, UnsupportedArchitecture, NoSpace,
+    NotWritable.
+    """
+    _check_path(path)
+    if path.is_dir():
+        return path
+    return convert_gguf(path, cache_dir or default_cache_dir(), progress)
+
+
+def read_info(path: Path) -> ModelInfo:
+    """Facts about the model at `path`, without reading weights. Raises as `checkpoint_directory` does."""
+    _check_path(path)
+    if path.is_dir():
+        config, generation = read_config(path), _generation(path)
+    else:
+        config, generation = Config(read_gguf_config(path), path), None
+    return _info(config, generation)
+
+
+def load_model(
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+    cache_dir: Path | None = None,
+) -> CausalLM:
+    """The model at `path`, its weights in memory. Blocks for as long as reading them takes.
+
+    `progress` is called with (what, done, total). Raises ModelNotFound, CheckpointBroken,
+    UnsupportedArchitecture, NoSpace, NotWritable.
+    """
+    if dtype not in DTYPES:
+        raise UnsupportedArchitecture(
+            f"models can't be computed in {dtype}; choose bfloat16, float32 or float64"
+        )
+    directory = checkpoint_directory(path, cache_dir=cache_dir, progress=progress)
+    config = read_config(directory)
+    family = find_family(text_config(config))
+    info = _info(config, _generation(directory))
+    weights = Weights(directory, dtype=dtype, device=device, progress=progress)
+    with torch.inference_mode():
+        model = family.build(text_config(config), weights)
+    model.info = info
+    return model
+
+
+def fingerprint_weights(
+    path: Path, cache_dir: Path | None = None, progress: Progress | None = None
+) -> bytes:
+    """32 bytes for the contents of the tensors that `load_model(path)` would load. See `fingerprint`."""
+    cache_dir = cache_dir or default_cache_dir()
+    directory = checkpoint_directory(path, cache_dir=cache_dir, progress=progress)
+    return fingerprint.fingerprint_weights(directory, cache_dir)
+
+
+def _info(config: Config, generation: Config | None) -> ModelInfo:
+    nested = text_config(config)
+    info = find_family(nested).info(nested)
+    # What ends an answer: the generation settings know more (the end of a turn) than the architecture's.
+    eos = generation.token_ids("eos_token_id") if generation is not None else ()
+    eos = eos or config.token_ids("eos_token_id") or info.eos_ids
+    return replace(info, eos_ids=eos)
+
+
+def _generation(directory: Path) -> Config | None:
+    path = directory / GENERATION_FILE
+    return Config(read_json(path), path) if path.is_file() else None
+
+
+def _check_path(path: Path) -> None:
+    if not path.exists():
+        raise ModelNotFound(
+            f"there is no model at {path}; pass a .gguf file, or a directory with {CONFIG_FILE} and "
+            "safetensors"
+        )
+    if path.is_dir() and not (path / CONFIG_FILE).is_file():
+        raise ModelNotFound(
+            f"{path} has no {CONFIG_FILE}; pass the directory that holds it beside the safetensors"
+        )

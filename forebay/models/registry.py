@@ -1,0 +1,48 @@
+"""Which model types are known, and what reads and builds each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from forebay.models.base import CausalLM, ModelInfo
+from forebay.models.config import Config
+from forebay.models.errors import UnsupportedArchitecture
+from forebay.models.gemma3 import build_gemma3, gemma3_info
+from forebay.models.llama import build_llama, llama_info
+from forebay.models.qwen3 import build_qwen3, qwen3_info
+from forebay.models.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """`info` needs the configuration alone, `build` takes the weights as well."""
+
+    info: Callable[[Config], ModelInfo]
+    build: Callable[[Config, Weights], CausalLM]
+
+
+_LLAMA = Family(llama_info, build_llama)
+FAMILIES = {
+    "llama": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": Family(qwen3_info, build_qwen3),
+    "gemma3_text": Family(gemma3_info, build_gemma3),
+}
+
+
+def text_config(config: Config) -> Config:
+    """The part of a multimodal configuration that describes the language model; else `config` itself."""
+    nested = config.section("text_config")
+    return nested if "model_type" in nested else config
+
+
+def find_family(config: Config) -> Family:
+    """By the configuration's `model_type`. Raises UnsupportedArchitecture."""
+    model_type = config.text("model_type", "")
+    if model_type not in FAMILIES:
+        raise UnsupportedArchitecture(
+            f"{config.origin}: model type {model_type!r} is not supported; "
+            f"supported are {', '.join(sorted(FAMILIES))}"
+        )
+    return FAMILIES[model_type]

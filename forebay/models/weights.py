@@ -1,0 +1,132 @@
+"""Taking tensors out of a directory of safetensors, one at a time, each with the shape that it must have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from forebay.models.config import read_json
+from forebay.models.errors import CheckpointBroken, ModelNotFound, UnsupportedArchitecture
+from forebay.models.layers import Linear, accumulate_dtype
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PREFIXES = ("", "model.", "model.language_model.", "language_model.model.")
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is going on, done, total)."""
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, sorted. Raises ModelNotFound or CheckpointBroken."""
+    index = directory / INDEX_FILE
+    if index.exists():
+        named = read_json(index).get("weight_map")
+        if not isinstance(named, dict) or not all(isinstance(n, str) for n in named.values()):
+            raise CheckpointBroken(f"{index} has no weight_map; restore it from the model's source")
+        names = sorted(set(named.values()))
+        if any("/" in name or name.startswith(".") for name in names):
+            raise CheckpointBroken(f"{index} names files outside its directory")
+    else:
+        names = [SINGLE_FILE] if (directory / SINGLE_FILE).exists() else []
+        names = names or sorted(path.name for path in directory.glob("*.safetensors"))
+    if not names:
+        raise ModelNotFound(
+            f"{directory} holds no .safetensors files; pass a directory with config.json and "
+            "model.safetensors, or a .gguf file"
+        )
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        raise CheckpointBroken(
+            f"{directory} lacks {', '.join(missing[:3])}, which its index names; download it again"
+        )
+    return [directory / name for name in names]
+
+
+@contextmanager
+def open_safetensors(path: Path) -> Iterator[safe_open]:
+    """An open file. What the library raises becomes CheckpointBroken."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise CheckpointBroken(
+            f"{path} is cut short or damaged ({error}); download it again"
+        ) from error
+    except OSError as error:
+        raise CheckpointBroken(f"{path} can't be read: {error}") from error
+
+
+class Weights:
+    """The tensors of a checkpoint, by name without the family's outer prefix (`layers.0.mlp...`, `lm_head...`)."""
+
+    def __init__(
+        self, directory: Path, *, dtype: torch.dtype, device: torch.device, progress: Progress | None
+    ) -> None:
+        self.directory, self.dtype, self.device = directory, dtype, device
+        self._progress = progress
+        self._taken = 0
+        self._files: dict[str, tuple[Path, str]] = {}
+        for path in weight_files(directory):
+            with open_safetensors(path) as file:
+                for name in file.keys():  # noqa: SIM118 (not a mapping)
+                    self._files[_short_name(name)] = (path, name)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A copy of the tensor, on the device, in `dtype` (default: the model's). Blocks on the disk.
+
+        Raises CheckpointBroken if it is missing or has another shape.
+        """
+        if name not in self._files:
+            raise CheckpointBroken(
+                f"{self.directory} has no tensor {name!r}; the checkpoint is incomplete or of another "
+                "architecture than its config.json says"
+            )
+        path, full_name = self._files[name]
+        with open_safetensors(path) as file:
+            tensor: Tensor = file.get_tensor(full_name)
+        if tuple(tensor.shape) != shape:
+            raise CheckpointBroken(
+                f"{path}: tensor {full_name!r} has shape {list(tensor.shape)}, but config.json wants "
+                f"{list(shape)}; the files don't belong together"
+            )
+        if not tensor.dtype.is_floating_point or tensor.element_size() < 2:
+            raise UnsupportedArchitecture(
+                f"{path}: tensor {full_name!r} is {tensor.dtype}; quantised safetensors are not "
+                "supported: use the unquantised model, or a GGUF"
+            )
+        self._taken += 1
+        if self._progress is not None:
+            self._progress("loading weights", self._taken, max(self._taken, len(self._files)))
+        # Never a view of the mapped file: a file that is cut while it is mapped kills the process.
+        return tensor.to(device=self.device, dtype=dtype or self.dtype, copy=True)
+
+    def exact(self, name: str, *shape: int) -> Tensor:
+        """Like `take`, in the dtype that norms are computed in."""
+        return self.take(name, *shape, dtype=accumulate_dtype(self.dtype))
+
+    def linear(self, name: str, out: int, into: int, *, bias: bool = False) -> Linear:
+        """The projection `name`, from `into` to `out` features."""
+        return self.merged_linear({name: out}, into, bias=bias)
+
+    def merged_linear(self, outs: Mapping[str, int], into: int, *, bias: bool = False) -> Linear:
+        """Several projections (name -> out features) of the same input as one, their results side by side."""
+        weight = torch.cat([self.take(f"{name}.weight", out, into) for name, out in outs.items()])
+        if not bias:
+            return Linear(weight)
+        return Linear(weight, torch.cat([self.take(f"{n}.bias", out) for n, out in outs.items()]))
+
+
+def _short_name(name: str) -> str:
+    for prefix in sorted(PREFIXES, key=len, reverse=True):
+        if name.startswith(prefix):
+            return name.removeprefix(prefix).removeprefix("language_model.")
+    return name
