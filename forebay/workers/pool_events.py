@@ -48,6 +48,11 @@ class PoolEvents:
         """Where subscribers connect, with the real port."""
         return self._publisher.endpoint if self._publisher else None
 
+    @property
+    def replay_endpoint(self) -> str | None:
+        """Where replay requests go, with the real port."""
+        return self._publisher.replay_endpoint if self._publisher else None
+
     # --- from the engine's thread ------------------------------------------------------------------------
 
     def stored(self, group: int, parent: bytes | None, keys: Sequence[bytes], tokens: Sequence[int]) -> None:

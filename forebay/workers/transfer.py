@@ -136,8 +136,11 @@ class Transfer:
             try:
                 await self._client.connect()
                 self._namespace_id = await self._client.register(self._config.namespace, self._config.label)
-            except (ForebayError, OSError) as error:
-                log.log(logging.INFO if pause == BACKOFF_S[0] else logging.DEBUG, "no store: %s", error)
+            except Exception as error:
+                # Said once, then quietly tried again; what is neither is a bug, and still no reason to stop serving.
+                expected = isinstance(error, ForebayError | OSError)
+                level = logging.INFO if pause == BACKOFF_S[0] else logging.DEBUG
+                log.log(level if expected else logging.ERROR, "no store: %s", error, exc_info=not expected)
                 await self._client.close()
                 await self._pause(pause)
                 pause = min(2 * pause, BACKOFF_S[1])

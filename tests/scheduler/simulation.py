@@ -144,7 +144,9 @@ class Worker:
             return Pulled(pull.request, 0, nothing, stored=hit)
         placed: list[dict[int, int]] = []
         for group, (shape, room) in enumerate(zip(self.shapes, pull.rooms, strict=True)):
-            missing = [u for u in range(shape.first_unit(hit), hit // MATCH_UNIT) if not any(u in run for run in room.have)]
+            missing = [
+                u for u in range(shape.first_unit(hit), hit // MATCH_UNIT) if not any(u in run for run in room.have)
+            ]
             if len(missing) > len(room.spare):
                 return Pulled(pull.request, 0, nothing, stored=hit)
             placed.append(dict(zip(missing, room.spare, strict=False)))

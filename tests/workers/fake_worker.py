@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
+from torch import Tensor
+
+from forebay.kernels.batch import Batch
 from forebay.models.base import CausalLM
 from forebay.workers.config import WorkerConfig
 from forebay.workers.worker import run_worker
 from tests.workers.fake_model import FakeModel
 
 
+class FragileModel(FakeModel):
+    """Fails on one token, as a bug would."""
+
+    def forward(self, batch: Batch, kv: Mapping[str, Tensor]) -> Tensor:
+        if bool((batch.token_ids == 13).any()):
+            raise RuntimeError("thirteen")
+        return super().forward(batch, kv)
+
+
 def load(config: WorkerConfig) -> tuple[CausalLM, bytes]:
-    return FakeModel(), b"w" * 32
+    return FragileModel() if config.label == "fragile" else FakeModel(), b"w" * 32
 
 
 if __name__ == "__main__":

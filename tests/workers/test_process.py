@@ -100,6 +100,17 @@ def test_sigterm_ends_it_cleanly_in_the_middle_of_a_request(tmp_path: Path) -> N
     assert not (tmp_path / "w.sock").exists()
 
 
+def test_a_failing_engine_ends_the_process_with_its_reason_and_no_goodbye(tmp_path: Path) -> None:
+    process, front = start_worker(tmp_path, "w", "label=fragile", store=False)
+    front.generate("poison", [1, 13, 2], 5)
+    with pytest.raises(ConnectionError):
+        front.receive_all()
+    assert process.popen.wait(30) != 0
+    assert front.heard["poison"].finished is None, "its front end tries elsewhere"
+    assert "the engine failed: thirteen" in process.log.read_text()
+    assert not (tmp_path / "w.sock").exists()
+
+
 def test_a_socket_path_that_cannot_be_bound_is_a_clear_error(tmp_path: Path) -> None:
     process = start(tmp_path / "w.log", "tests.workers.fake_worker", f"{tmp_path}/no/such/folder/w.sock", "")
     assert process.popen.wait(60) != 0

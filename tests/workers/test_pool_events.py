@@ -1,0 +1,72 @@
+"""KV events of the device pool, as a subscriber sees them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import zmq
+
+from forebay.events.codec import decode_batch
+from forebay.events.schema import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, low64
+from forebay.workers.pool_events import PoolEvents
+
+KEYS = [bytes([i]) * 32 for i in range(1, 5)]
+
+
+def replayed(events: PoolEvents) -> list[KVEvent]:
+    """All that the replay socket gives from the beginning."""
+    context = zmq.Context.instance()
+    dealer = context.socket(zmq.DEALER)
+    dealer.linger = 0
+    dealer.rcvtimeo = 5000
+    assert events.replay_endpoint is not None
+    dealer.connect(events.replay_endpoint)
+    dealer.send_multipart([b"", (0).to_bytes(8, "big")])
+    found: list[KVEvent] = []
+    while True:
+        _, _, seq, payload = dealer.recv_multipart()
+        if seq == b"\xff" * 8:
+            dealer.close()
+            return found
+        found.extend(decode_batch(payload).events)
+
+
+def play(group: int) -> list[KVEvent]:
+    """What is published of one small history in `group`; group 0 is the announced one."""
+
+    async def run() -> list[KVEvent]:
+        events = PoolEvents("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", "ab" * 8, "model")
+        events.attach(asyncio.get_running_loop())
+        events.stored(group, None, KEYS[:2], list(range(32)))
+        events.stored(group, KEYS[1], KEYS[2:3], list(range(16)))
+        events.removed(group, KEYS[2])
+        events.flush()
+        await asyncio.sleep(0)
+        found = await asyncio.to_thread(replayed, events)
+        assert events.stats()["events.events"] == len(found)
+        events.close()
+        return found
+
+    return asyncio.run(run())
+
+
+def test_what_is_stored_and_evicted_is_published_with_tokens_and_parents() -> None:
+    cleared, first, second, removed = play(0)
+    assert isinstance(cleared, AllBlocksCleared), "a worker that starts holds nothing"
+    assert isinstance(first, BlockStored) and isinstance(second, BlockStored) and isinstance(removed, BlockRemoved)
+    assert first.block_hashes == [low64(key) for key in KEYS[:2]] and first.parent_block_hash is None
+    assert (first.block_size, first.medium, first.token_ids) == (16, "GPU", list(range(32)))
+    assert second.parent_block_hash == low64(KEYS[1])
+    assert removed.block_hashes == [low64(KEYS[2])] and removed.medium == "GPU"
+    assert first.epoch == "ab" * 8
+
+
+def test_a_window_group_is_not_announced() -> None:
+    assert [type(event) for event in play(1)] == [AllBlocksCleared]
+
+
+def test_without_an_endpoint_nothing_is_kept() -> None:
+    events = PoolEvents(None, None, "", "")
+    events.stored(0, None, KEYS[:1], list(range(16)))
+    events.flush()
+    assert events.stats() == {} and events.endpoint is None

@@ -1,0 +1,169 @@
+"""The transfer thread: order, bounds, and what becomes of pushes when the store does not play along."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from forebay.kvstore.identity import Chain, Namespace, pack_tokens, root_key
+from forebay.kvstore.protocol import NewChunk
+from forebay.workers import pushing
+from forebay.workers.counters import Counters
+from forebay.workers.moves import Push, Pushed, StoreChanged
+from forebay.workers.prefix import GroupShape
+from forebay.workers.pushing import PushQueue
+from forebay.workers.transfer import Transfer, TransferConfig
+from tests.scheduler.simulation import geometry
+from tests.workers.fake_store import FakeStore
+from tests.workers.harness import wait_until
+
+CHUNK = 32
+GROUP = geometry("full")
+NAMESPACE = Namespace(weights=b"w" * 32, groups=(GROUP,), chunk_tokens=CHUNK)
+BLOCKS = 16
+
+
+@dataclass
+class Ear:
+    """Collects what the transfer thread delivers."""
+
+    pushed: list[Pushed] = field(default_factory=list)
+    connected: list[bool] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self, message: Any) -> None:
+        with self.lock:
+            if isinstance(message, Pushed):
+                self.pushed.append(message)
+            elif isinstance(message, StoreChanged):
+                self.connected.append(message.connected)
+
+
+def pool() -> torch.Tensor:
+    return torch.arange(BLOCKS * 2 * 16 * 2, dtype=torch.float32).view(BLOCKS, 1, 2, 1, 16, 2)
+
+
+@contextmanager
+def transfer(store: FakeStore, **settings: Any) -> Iterator[tuple[Transfer, Ear]]:
+    ear = Ear()
+    config = TransferConfig("unix:///nowhere", NAMESPACE, **settings)
+    shapes = [GroupShape(GROUP, CHUNK, 64)]
+    made = Transfer(config, shapes, {"full": pool()}, ear, client=store.client())  # type: ignore[arg-type]
+    made.start()
+    try:
+        yield made, ear
+    finally:
+        made.stop(2)
+
+
+def pushes(count: int, tenant: str = "t") -> list[Push]:
+    """Consecutive chunks of one sequence, each from two blocks."""
+    tokens = list(range(CHUNK * count))
+    chain = Chain(root_key(NAMESPACE.id), tokens)
+    made = []
+    for index in range(count):
+        start, end = index * CHUNK, (index + 1) * CHUNK
+        chunk = NewChunk(0, chain.key_at(end), chain.key_at(start), start, pack_tokens(tokens[start:end]))
+        made.append(Push("r", tenant, chunk, (2 * index, 2 * index + 1), 2 * GROUP.granule_bytes))
+    return made
+
+
+def test_chunks_are_stored_with_their_bytes_in_the_order_they_were_offered() -> None:
+    store = FakeStore()
+    with transfer(store) as (t, ear):
+        wait_until("connected", lambda: t.connected)
+        offered = pushes(4)
+        assert all(t.push(push) for push in offered)
+        wait_until("stored", lambda: len(ear.pushed) == 4)
+    assert store.order == [push.chunk for push in offered]
+    assert not any(done.lost for done in ear.pushed)
+    rows = pool().view(BLOCKS, -1).view(torch.uint8).numpy()
+    for push in offered:
+        stored = store.chunks[0, push.chunk.key]
+        assert bytes(stored.payload) == b"".join(rows[block].tobytes() for block in push.blocks)
+        assert len(stored.checksums) == 8 * len(push.blocks)
+
+
+def test_a_lost_store_loses_what_was_queued_and_says_so() -> None:
+    store = FakeStore()
+    with transfer(store) as (t, ear):
+        wait_until("connected", lambda: t.connected)
+        store.hung = True
+        for push in pushes(3):
+            t.push(push)
+        wait_until("under way", lambda: t.pushes_running > 0)
+        store.lose_connections()
+        store.hung = False
+        wait_until("answered", lambda: len(ear.pushed) == 3)
+        assert all(done.lost for done in ear.pushed)
+        assert ear.connected == [True, False]
+        store.up = True
+        wait_until("back", lambda: t.connected)
+
+
+def test_a_store_that_hangs_is_taken_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pushing, "ANSWER_S", 0.1)
+    store = FakeStore()
+    with transfer(store) as (t, ear):
+        wait_until("connected", lambda: t.connected)
+        store.hung = True
+        t.push(pushes(1)[0])
+        wait_until("given up", lambda: ear.pushed)
+        assert ear.pushed[0].lost
+        wait_until("disconnected", lambda: False in ear.connected)
+        store.hung = False
+
+
+def test_shedding_answers_everything_that_only_waits() -> None:
+    store = FakeStore()
+    with transfer(store) as (t, ear):
+        wait_until("connected", lambda: t.connected)
+        store.hung = True
+        first, *rest = pushes(4)
+        t.push(first)
+        wait_until("under way", lambda: t.pushes_running > 0 and not len(t.queue))
+        for push in rest:
+            t.push(push)
+        t.shed()
+        assert [done.push for done in ear.pushed] == rest
+        store.hung = False
+        wait_until("the first", lambda: len(ear.pushed) == 4)
+    assert store.order == [first.chunk]
+
+
+def test_stopping_stores_what_is_queued() -> None:
+    store = FakeStore()
+    with transfer(store) as (t, _):
+        wait_until("connected", lambda: t.connected)
+        for push in pushes(5):
+            t.push(push)
+    assert len(store.order) == 5
+
+
+def test_stopping_gives_up_on_a_store_that_hangs() -> None:
+    store = FakeStore()
+    with transfer(store) as (t, ear):
+        wait_until("connected", lambda: t.connected)
+        store.hung = True
+        t.push(pushes(1)[0])
+        wait_until("under way", lambda: t.pushes_running > 0)
+        t.stop(0.1)
+        assert ear.pushed[0].lost
+
+
+def test_the_queue_counts_bytes_and_batches_by_tenant() -> None:
+    counters = Counters()
+    size = 2 * GROUP.granule_bytes
+    queue = PushQueue(4 * size, counters)
+    a, b = pushes(2, "a"), pushes(3, "b")
+    assert [queue.offer(push) for push in (*a, *b)] == [True] * 4 + [False]
+    assert queue.bytes == 4 * size and counters["push.dropped"] == 1
+    assert queue.take() == a
+    assert queue.take() == b[:2]
+    assert queue.take() == [] and queue.bytes == 0
