@@ -37,7 +37,6 @@ class Gemma3Shape:
     kinds: tuple[str, ...]
     full_rope: Rope
     local_rope: Rope
-    attention_cap: float | None
     logit_cap: float | None
     tied: bool
 
@@ -52,7 +51,10 @@ def read_shape(config: Config) -> Gemma3Shape:
         raise config.unsupported(f"activation {config.get('hidden_activation')!r} is not supported")
     if config.flag("use_bidirectional_attention", False) or config.flag("attention_bias", False):
         raise config.unsupported("bidirectional attention and attention bias are not supported")
+    if "attn_logit_softcapping" in config:
+        raise config.unsupported("capped attention scores are not supported")
     full, local = _read_ropes(config, head_dim)
+    capped = "final_logit_softcapping" in config
     return Gemma3Shape(
         hidden=config.size("hidden_size"),
         heads=heads,
@@ -66,8 +68,7 @@ def read_shape(config: Config) -> Gemma3Shape:
         kinds=_read_kinds(config),
         full_rope=full,
         local_rope=local,
-        attention_cap=_optional(config, "attn_logit_softcapping"),
-        logit_cap=_optional(config, "final_logit_softcapping"),
+        logit_cap=config.number("final_logit_softcapping") if capped else None,
         tied=config.flag("tie_word_embeddings", True),
     )
 
@@ -93,10 +94,6 @@ def _read_ropes(config: Config, dim: int) -> tuple[Rope, Rope]:
         )
     base = config.number("rope_local_base_freq", 10_000.0)
     return read_rope(config, dim, theta=1_000_000.0), Rope(base, dim)
-
-
-def _optional(config: Config, key: str) -> float | None:
-    return config.number(key) if key in config else None
 
 
 def gemma3_info(config: Config) -> ModelInfo:
@@ -172,7 +169,6 @@ class _Layer:
             layer=index,
             rope=shape.full_rope if group.window is None else shape.local_rope,
             scale=1.0,
-            softcap=shape.attention_cap,
             head_norm=_head_norm(shape, at, weights),
         )
         self._mlp = GatedMLP(

@@ -213,14 +213,12 @@ class Attention:
         layer: int,
         rope: Rope,
         scale: float,
-        softcap: float | None = None,
         head_norm: HeadNorm | None = None,
     ) -> None:
         self._qkv, self._out = qkv, out
         self._heads, self._group = heads, group
         self._layer_in_group = group.layers.index(layer)
-        self._rope, self._scale, self._softcap = rope, scale, softcap
-        self._head_norm = head_norm
+        self._rope, self._scale, self._head_norm = rope, scale, head_norm
 
     def __call__(
         self, x: Tensor, batch: Batch, kv: Mapping[str, Tensor], keep: Tensor | None = None
@@ -250,7 +248,6 @@ class Attention:
             group.name,
             scale=self._scale,
             window=group.window,
-            softcap=self._softcap,
         )
         mixed = mixed.view(x.shape[0], -1)
         return self._out(mixed if keep is None else mixed.index_select(0, keep))

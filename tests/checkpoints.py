@@ -1,0 +1,164 @@
+"""Tiny checkpoints with random weights, the same on every run, in the form that published models have.
+
+Their ratios are awkward on purpose: heads that share, head sizes that aren't hidden / heads, a window that is not
+a multiple of a block. Their weights are large enough that the best two logits are seldom close.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+VOCAB = 512
+MAX_POSITIONS = 4096
+SPECIALS = ("<pad>", "<eos>", "<bos>", "<unk>")
+EOS_ID, BOS_ID = 1, 2
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}\n"
+    "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def tiny_gemma3(
+    path: Path,
+    *,
+    window: int = 40,
+    seed: int = 0,
+    chat_template: str | None = None,
+    shard_size: str = "1GB",
+    **settings: Any,
+) -> Path:
+    """Six layers, the third and the sixth full, the others with a sliding window. Returns `path`."""
+    config = transformers.Gemma3TextConfig(
+        **_sizes(layers=6, kv_heads=1, head_dim=24, settings=settings),
+        sliding_window=window,
+        query_pre_attn_scalar=settings.pop("query_pre_attn_scalar", 20),
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        **settings,
+    )
+    model = transformers.Gemma3ForCausalLM(config)
+    return _write(model, path, seed, shard_size, adds_bos=True, chat_template=chat_template)
+
+
+def tiny_qwen3(
+    path: Path,
+    *,
+    seed: int = 0,
+    chat_template: str | None = None,
+    shard_size: str = "1GB",
+    **settings: Any,
+) -> Path:
+    """Three layers; its tokenizer adds no bos. Returns `path`."""
+    sizes = _sizes(layers=3, kv_heads=2, head_dim=24, settings=settings)
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **settings))
+    return _write(model, path, seed, shard_size, adds_bos=False, chat_template=chat_template)
+
+
+def tiny_llama(
+    path: Path,
+    *,
+    seed: int = 0,
+    chat_template: str | None = None,
+    shard_size: str = "1GB",
+    **settings: Any,
+) -> Path:
+    """Three layers, untied head. Returns `path`."""
+    sizes = _sizes(layers=3, kv_heads=2, head_dim=20, settings=settings)
+    sizes.setdefault("tie_word_embeddings", False)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **settings))
+    return _write(model, path, seed, shard_size, adds_bos=True, chat_template=chat_template)
+
+
+def tiny_qwen2(path: Path, *, seed: int = 0, shard_size: str = "1GB", **settings: Any) -> Path:
+    """Three layers, with a bias on q, k and v. Returns `path`."""
+    sizes = _sizes(layers=3, kv_heads=1, head_dim=16, settings=settings)
+    del sizes["head_dim"]
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, **settings))
+    return _write(model, path, seed, shard_size, adds_bos=False, chat_template=None)
+
+
+def _sizes(*, layers: int, kv_heads: int, head_dim: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """Common settings; what is in `settings` wins and is taken out of it."""
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": MAX_POSITIONS,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": 0,
+    }
+    return {key: settings.pop(key, value) for key, value in sizes.items()}
+
+
+def _write(
+    model: transformers.PreTrainedModel,
+    path: Path,
+    seed: int,
+    shard_size: str,
+    *,
+    adds_bos: bool,
+    chat_template: str | None,
+) -> Path:
+    rng = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            noise = torch.randn(weight.shape, generator=rng)
+            if weight.dim() == 1:
+                center = 0.0 if "bias" in name or isinstance(
+                    model, transformers.Gemma3ForCausalLM
+                ) else 1.0
+                weight.copy_(center + 0.2 * noise)
+            elif "embed_tokens" in name:
+                weight.copy_(noise)
+            else:
+                weight.copy_(noise * 1.5 * weight.shape[1] ** -0.5)
+    path.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(path, max_shard_size=shard_size)
+    write_tokenizer(path, adds_bos=adds_bos, chat_template=chat_template)
+    return path
+
+
+def write_tokenizer(path: Path, *, adds_bos: bool, chat_template: str | None = None) -> None:
+    """A byte-level BPE of VOCAB tokens: four specials, 256 bytes, and pairs of frequent letters."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = list(_pairs(VOCAB - len(SPECIALS) - len(alphabet)))
+    texts = [*SPECIALS, *alphabet, *(left + right for left, right in merges)]
+    tokenizer = Tokenizer(BPE({text: index for index, text in enumerate(texts)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in SPECIALS]
+    )
+    if adds_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", BOS_ID)]
+        )
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {
+        "add_bos_token": adds_bos,
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "chat_template": chat_template,
+    }
+    kept = {key: value for key, value in settings.items() if value is not None}
+    (path / "tokenizer_config.json").write_text(json.dumps(kept))
+
+
+def _pairs(count: int) -> Iterator[tuple[str, str]]:
+    letters = "Ġetaoinshrdlucmf"
+    pairs = [(a, b) for a in letters for b in letters]
+    assert len(pairs) >= count, (len(pairs), count)
+    yield from pairs[:count]
