@@ -28,9 +28,9 @@ _U64 = 2**64 - 1
 
 
 class _StoredRow(msgspec.Struct, array_like=True, tag="BlockStored", frozen=True):
-    block_hashes: list[BlockHash]
+    block_hashes: Sequence[BlockHash]
     parent_block_hash: BlockHash | None
-    token_ids: list[int]
+    token_ids: Sequence[int]
     block_size: int
     lora_id: int | None = None
     medium: str | None = None
@@ -42,7 +42,7 @@ class _StoredRow(msgspec.Struct, array_like=True, tag="BlockStored", frozen=True
 
 
 class _RemovedRow(msgspec.Struct, array_like=True, tag="BlockRemoved", frozen=True):
-    block_hashes: list[BlockHash]
+    block_hashes: Sequence[BlockHash]
     medium: str | None = None
     group_idx: int | None = None
 
@@ -102,7 +102,10 @@ class DecodedBatch:
 
 
 def encode_batch(
-    ts: float, events: Sequence[KVEvent], dp_rank: int | None = 0, profile: WireProfile | None = None
+    ts: float,
+    events: Sequence[KVEvent],
+    dp_rank: int | None = 0,
+    profile: WireProfile | None = None,
 ) -> EncodedBatch:
     """Encode what can be encoded. Never raises for an event; those that can't be are counted."""
     profile = profile or WireProfile()
@@ -144,9 +147,7 @@ def decode_batch(payload: bytes) -> DecodedBatch:
             unknown.add(len(events))
         events.append(event)
     lost = len(envelope.events) - len(events)
-    return DecodedBatch(
-        envelope.ts, tuple(events), envelope.data_parallel_rank, lost, frozenset(unknown)
-    )
+    return DecodedBatch(envelope.ts, tuple(events), envelope.data_parallel_rank, lost, frozenset(unknown))
 
 
 def _map(event: KVEvent, profile: WireProfile) -> KVEvent:
@@ -157,9 +158,7 @@ def _map(event: KVEvent, profile: WireProfile) -> KVEvent:
         return msgspec.structs.replace(event, block_hashes=hashes)
     tokens = _tokens(event, profile)
     parent = _parent(event, profile)
-    return msgspec.structs.replace(
-        event, block_hashes=hashes, parent_block_hash=parent, token_ids=tokens
-    )
+    return msgspec.structs.replace(event, block_hashes=hashes, parent_block_hash=parent, token_ids=tokens)
 
 
 def _row(event: KVEvent, profile: WireProfile) -> _Row:
@@ -197,7 +196,7 @@ def _parent(event: BlockStored, profile: WireProfile) -> BlockHash | None:
     return None if parent is None else _hashes((parent,), profile)[0]
 
 
-def _tokens(event: BlockStored, profile: WireProfile) -> list[int]:
+def _tokens(event: BlockStored, profile: WireProfile) -> Sequence[int]:
     if not _consistent(event):
         raise EventEncodeError(
             f"{len(event.token_ids)} tokens for {len(event.block_hashes)} blocks of {event.block_size}"

@@ -1,12 +1,12 @@
 """What can go wrong around KV events.
 
-    EventError
-      EventEncodeError       an event can't be put on the wire in the chosen profile
-      EventDecodeError       a payload isn't an event batch at all
-      EndpointRefused        an endpoint would be open to the network without keys, or can't be understood
-      EndpointUnavailable    the address is taken or doesn't exist on this machine
-      TooManyStreams         the cap on namespaces with a stream of their own is reached
-      ReplayFailed           a replay socket didn't answer in time, or not in the protocol
+EventError
+  EventEncodeError       an event can't be put on the wire in the chosen profile
+  EventDecodeError       a payload isn't an event batch at all
+  EndpointRefused        an endpoint would be open to the network without keys, or can't be understood
+  EndpointUnavailable    the address is taken or doesn't exist on this machine
+  TooManyStreams         the cap on namespaces with a stream of their own is reached
+  ReplayFailed           a replay socket didn't answer in time, or not in the protocol
 """
 
 from __future__ import annotations

@@ -212,9 +212,7 @@ class History:
             return self.ring.since(start, self.ring.next)
         return self._compacted(self._source, start, ts, epoch)
 
-    def _compacted(
-        self, source: SnapshotSource, start: int, ts: float, epoch: str | None
-    ) -> Iterator[Batch | None]:
+    def _compacted(self, source: SnapshotSource, start: int, ts: float, epoch: str | None) -> Iterator[Batch | None]:
         self.compactions += 1
         for _ in range(_SNAPSHOT_TRIES):
             snapshot = self._snapshot(source, start, ts)

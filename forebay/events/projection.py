@@ -24,7 +24,10 @@ class Placement(NamedTuple):
 
 
 # Where the store's own tiers are.
-STORE_TIERS: Mapping[str, Placement] = {HOST_TIER: Placement(CPU, LOCAL), "fs": Placement(STORAGE, LOCAL)}
+STORE_TIERS: Mapping[str, Placement] = {
+    HOST_TIER: Placement(CPU, LOCAL),
+    "fs": Placement(STORAGE, LOCAL),
+}
 
 
 class Projection:
@@ -40,9 +43,7 @@ class Projection:
         self.views: dict[Placement, TierView] = {}
         for place in tiers.values():
             if place not in self.views:
-                self.views[place] = TierView(
-                    place.medium, kinds, locality=place.locality, max_units=max_units
-                )
+                self.views[place] = TierView(place.medium, kinds, locality=place.locality, max_units=max_units)
         self._tiers = {name: self.views[place] for name, place in tiers.items()}
 
     def chunk_stored(self, tier: str, chunk: UnitChunk) -> list[BlockStored]:
@@ -50,9 +51,7 @@ class Projection:
         view = self._tiers.get(tier)
         return view.chunk_stored(tier, chunk) if view else []
 
-    def chunk_removed(
-        self, tier: str, group: int, key: bytes, reason: str | None = None
-    ) -> list[BlockRemoved]:
+    def chunk_removed(self, tier: str, group: int, key: bytes, reason: str | None = None) -> list[BlockRemoved]:
         """See TierView."""
         view = self._tiers.get(tier)
         return view.chunk_removed(tier, group, key, reason) if view else []

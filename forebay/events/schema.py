@@ -11,6 +11,7 @@ process that owns the stream, as hex) and `reason`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
@@ -49,9 +50,9 @@ class BlockStored(msgspec.Struct, tag_field="type", tag="BlockStored", omit_defa
     `extra_keys` has one entry a block (None, or what beside tokens went into its key).
     """
 
-    block_hashes: list[BlockHash]
+    block_hashes: Sequence[BlockHash]
     parent_block_hash: BlockHash | None
-    token_ids: list[int]
+    token_ids: Sequence[int]
     block_size: int
     lora_id: int | None = msgspec.field(default_factory=_nil)
     medium: str | None = msgspec.field(default_factory=_nil)
@@ -70,7 +71,7 @@ class BlockStored(msgspec.Struct, tag_field="type", tag="BlockStored", omit_defa
 class BlockRemoved(msgspec.Struct, tag_field="type", tag="BlockRemoved", omit_defaults=True, frozen=True):
     """Blocks can't be read from `medium` any more. Other media are not affected."""
 
-    block_hashes: list[BlockHash]
+    block_hashes: Sequence[BlockHash]
     medium: str | None = msgspec.field(default_factory=_nil)
     group_idx: int | None = None
     locality: str | None = None
@@ -79,9 +80,7 @@ class BlockRemoved(msgspec.Struct, tag_field="type", tag="BlockRemoved", omit_de
     reason: str | None = None
 
 
-class AllBlocksCleared(
-    msgspec.Struct, tag_field="type", tag="AllBlocksCleared", omit_defaults=True, frozen=True
-):
+class AllBlocksCleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared", omit_defaults=True, frozen=True):
     """Nothing is held any more. Consumers apply it to every medium of the publisher, so it is rarely right."""
 
     epoch: str | None = None

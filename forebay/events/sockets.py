@@ -10,6 +10,7 @@ import ipaddress
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import zmq
 from zmq.utils import z85
@@ -137,10 +138,7 @@ class Sockets:
             self._open.remove(bound.socket)
         bound.socket.close()
         if bound.endpoint.startswith("ipc://"):
-            try:
-                os.unlink(bound.endpoint.removeprefix("ipc://"))
-            except FileNotFoundError:
-                pass
+            Path(bound.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close all sockets and the context. May block for the linger time of 200 ms."""
@@ -189,7 +187,7 @@ def _is_loopback(host: str) -> bool:
 def _check_key(key: bytes) -> None:
     try:
         good = len(z85.decode(key)) == 32
-    except Exception as error:
-        raise EndpointRefused("a CURVE key must be 40 characters of Z85") from error
+    except (KeyError, ValueError):
+        good = False
     if not good:
-        raise EndpointRefused(f"a CURVE key must be 40 characters of Z85, not {len(key)}")
+        raise EndpointRefused("a CURVE key must be 40 characters of Z85, as zmq.curve_keypair() gives them")

@@ -72,9 +72,7 @@ class NamespaceStreams:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def open(
-        self, namespace: bytes, model: str, snapshot: SnapshotSource | None = None
-    ) -> EventPublisher:
+    def open(self, namespace: bytes, model: str, snapshot: SnapshotSource | None = None) -> EventPublisher:
         """The namespace's publisher, made if there is none yet (`model` and `snapshot` count then only).
 
         Raises TooManyStreams at the cap, EndpointUnavailable if the first, configured endpoint is taken.
@@ -128,7 +126,10 @@ class NamespaceStreams:
         self._sockets.close()
 
     def _bind(self, index: int, topic: str, snapshot: SnapshotSource | None) -> EventPublisher:
-        wanted = (nth_endpoint(self._endpoint, index), self._replay and nth_endpoint(self._replay, index))
+        wanted = (
+            nth_endpoint(self._endpoint, index),
+            self._replay and nth_endpoint(self._replay, index),
+        )
         try:
             return self._publisher(*wanted, topic, snapshot)
         except EndpointUnavailable:

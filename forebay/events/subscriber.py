@@ -6,6 +6,8 @@
     seq <= last        live numbers only ever grow, so: a duplicate of what a replay brought already, or, if
                        the number isn't above the last *live* one, a publisher that started again
     another epoch      a publisher that started again
+    a new connection   perhaps a publisher that started again and says nothing but heartbeats, which name no
+                       epoch: ask it for the last batch that we have; if it has another one there, it did
 
 After a restart nothing that was known of the stream holds: the first batch after it says so.
 """
@@ -16,20 +18,20 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, Self, TypeAlias
+from typing import Literal, NamedTuple, Self, TypeAlias
 
 import zmq
 
 from forebay.events.codec import DecodedBatch, decode_batch
 from forebay.events.errors import EventDecodeError, ReplayFailed
 from forebay.events.publisher import END
-from forebay.events.schema import SNAPSHOT, KVEvent
+from forebay.events.schema import SNAPSHOT
 from forebay.events.sockets import CurveClient
 
 _MAX_MESSAGE_BYTES = 256 << 20
 _RECEIVE_QUEUE = 10_000
 
-Restart: TypeAlias = Literal["sequence", "epoch"]
+Restart: TypeAlias = Literal["sequence", "epoch", "history"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,13 @@ class Received:
     compacted: bool = False
     missed: int = 0
     restart: Restart | None = None
+
+
+class _Message(NamedTuple):
+    topic: str
+    seq: int
+    payload: bytes
+    batch: DecodedBatch
 
 
 @dataclass(slots=True)
@@ -88,9 +97,12 @@ class EventSubscriber:
         self._context = zmq.Context()
         self._sub = self._connect(zmq.SUB, endpoint)
         self._sub.subscribe(self._topic)
+        self._monitor = self._sub.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._ready: deque[Received] = deque()
         self._last = -1
         self._last_live = -1
+        self._last_payload = b""
+        self._doubt = False
         self._started = False
         self._epoch: str | None = None
         self._restart: Restart | None = None
@@ -126,7 +138,11 @@ class EventSubscriber:
 
     def close(self) -> None:
         """Close the sockets. Idempotent."""
-        self._sub.close(0)
+        if not self._sub.closed:
+            self._sub.disable_monitor()
+            self._monitor.close(0)
+            self._monitor.close(0)
+            self._sub.close(0)
         self._context.term()
 
     def __enter__(self) -> Self:
@@ -141,30 +157,41 @@ class EventSubscriber:
         message = self._parse(frames)
         if message is None:
             return
-        topic, seq, batch = message
-        restart = self._restarted(seq, batch)
-        self._last_live = seq
+        restart = self._restarted(message)
+        self._last_live = message.seq
         if restart is not None:
             self._forget(restart)
-            if seq > self._last:
-                self._deliver(topic, seq, batch)
-            return
         expected = self._last + 1
-        if self._started and seq < expected:
-            self.counters.duplicates += 1
-            return
-        if self._started and seq > expected:
+        if self._started and message.seq > expected and restart is None:
             self.counters.gaps += 1
             self._fill(expected)
-            if seq <= self._last:
-                # The replay brought this one too.
-                return
-        self._deliver(topic, seq, batch)
+        if self._started and message.seq <= self._last:
+            # A replay brought this one already.
+            self.counters.duplicates += 1
+            return
+        self._deliver(message)
 
-    def _restarted(self, seq: int, batch: DecodedBatch) -> Restart | None:
-        if seq <= self._last_live:
+    def _restarted(self, message: _Message) -> Restart | None:
+        if message.seq <= self._last_live:
             return "sequence"
-        return "epoch" if self._is_other_epoch(batch) else None
+        if self._is_other_epoch(message.batch):
+            return "epoch"
+        return "history" if self._is_other_history() else None
+
+    def _is_other_history(self) -> bool:
+        """After a new connection: whether the publisher has something else where we have our last batch."""
+        while self._monitor.poll(0):
+            self._monitor.recv_multipart()
+            self._doubt = self._started and self._last >= 0
+        if not self._doubt or self._replay_endpoint is None:
+            return False
+        try:
+            answers = list(self._replay(self._replay_endpoint, self._last))
+        except ReplayFailed:
+            self.counters.failed_replays += 1
+            return False
+        self._doubt = False
+        return not answers or answers[0][1:] != [self._last.to_bytes(8, "big"), self._last_payload]
 
     def _is_other_epoch(self, batch: DecodedBatch) -> bool:
         return None not in (batch.epoch, self._epoch) and batch.epoch != self._epoch
@@ -176,26 +203,28 @@ class EventSubscriber:
         self._last, self._epoch, self._started = -1, None, True
         self._fill(0)
 
-    def _deliver(
-        self, topic: str, seq: int, batch: DecodedBatch, replayed: bool = False, compacted: bool = False
-    ) -> None:
-        missed = seq - self._last - 1 if self._started and not compacted else 0
+    def _deliver(self, message: _Message, *, replayed: bool = False) -> None:
+        batch = message.batch
+        compacted = replayed and any(event.reason == SNAPSHOT for event in batch.events)
+        missed = message.seq - self._last - 1 if self._started and not compacted else 0
         self._started = True
-        self._last = seq
+        self._last, self._last_payload = message.seq, message.payload
         self._epoch = batch.epoch or self._epoch
         self.counters.batches += 1
         self.counters.missed += missed
         self.counters.undecodable_events += batch.undecodable
-        self._ready.append(Received(topic, seq, batch, replayed, compacted, missed, self._restart))
+        self._ready.append(Received(message.topic, message.seq, batch, replayed, compacted, missed, self._restart))
         self._restart = None
 
-    def _parse(self, frames: list[bytes]) -> tuple[str, int, DecodedBatch] | None:
+    def _parse(self, frames: list[bytes]) -> _Message | None:
         if len(frames) == 3 and len(frames[1]) == 8:
             try:
-                topic = frames[0].decode(errors="replace")
-                return topic, int.from_bytes(frames[1], "big"), decode_batch(frames[2])
+                batch = decode_batch(frames[2])
             except EventDecodeError:
-                pass
+                batch = None
+            if batch is not None:
+                topic = frames[0].decode(errors="replace")
+                return _Message(topic, int.from_bytes(frames[1], "big"), frames[2], batch)
         self.counters.malformed += 1
         return None
 
@@ -209,13 +238,12 @@ class EventSubscriber:
         try:
             for frames in self._replay(self._replay_endpoint, start):
                 message = self._parse(frames)
-                if message is None or message[1] <= self._last or not frames[0].startswith(self._topic):
+                if message is None or message.seq <= self._last or not frames[0].startswith(self._topic):
                     continue
-                topic, seq, batch = message
-                if self._is_other_epoch(batch):
+                if self._is_other_epoch(message.batch):
                     # It started again and has come further than we were: the gap was no gap.
                     return self._forget("epoch")
-                self._deliver(topic, seq, batch, replayed=True, compacted=_is_compacted(batch.events))
+                self._deliver(message, replayed=True)
         except ReplayFailed:
             self.counters.failed_replays += 1
 
@@ -244,8 +272,3 @@ class EventSubscriber:
             self._curve.apply(socket)
         socket.connect(endpoint)
         return socket
-
-
-def _is_compacted(events: tuple[KVEvent, ...]) -> bool:
-    """Whether the batch tells the present state rather than what happened."""
-    return any(event.reason == SNAPSHOT for event in events)

@@ -80,6 +80,7 @@ class PublisherThread:
         try:
             while not self._stop.is_set() or not self._queue.empty():
                 self._drain()
+                self._lose_rest()
                 self._publisher.tick(self._clock())
                 while self._publisher.poll_replay() and self._queue.empty():
                     pass
@@ -95,13 +96,22 @@ class PublisherThread:
             except queue.Empty:
                 return
             wait = None
-            if item.lost_before:
-                self._publisher.lose(item.lost_before)
+            self._lose(item.lost_before)
             self._publisher.publish(item.events, item.ts)
 
+    def _lose_rest(self) -> None:
+        """Own up to losses that no later batch has told of: else a quiet stream would hide them."""
+        with self._lock:
+            if not self._queue.empty():
+                return
+            lost, self._lost = self._lost, 0
+        self._lose(lost)
 
-def run_in_thread(
-    publisher: EventPublisher, *, capacity: int = 4096, interval: float = 0.02
-) -> PublisherThread:
+    def _lose(self, count: int) -> None:
+        if count:
+            self._publisher.lose(count)
+
+
+def run_in_thread(publisher: EventPublisher, *, capacity: int = 4096, interval: float = 0.02) -> PublisherThread:
     """Start a thread that owns `publisher` and serves replays every `interval` seconds."""
     return PublisherThread(publisher, capacity=capacity, interval=interval)

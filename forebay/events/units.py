@@ -137,9 +137,7 @@ class TierView:
 
     def stats(self) -> ViewStats:
         """Present figures."""
-        return ViewStats(
-            len(self._chunks), len(self._units), self._announced, self.max_units, self.refused
-        )
+        return ViewStats(len(self._chunks), len(self._units), self._announced, self.max_units, self.refused)
 
     # --- changes -----------------------------------------------------------------------------------------
 
@@ -157,9 +155,7 @@ class TierView:
         touched = [key for at, key in enumerate(chunk.keys) if self._add(chunk, at, key)]
         return list(self._stored(dict.fromkeys(self._settle(touched))))
 
-    def chunk_removed(
-        self, tier: str, group: int, key: bytes, reason: str | None = None
-    ) -> list[BlockRemoved]:
+    def chunk_removed(self, tier: str, group: int, key: bytes, reason: str | None = None) -> list[BlockRemoved]:
         """`tier` has lost the chunk that ends at `key`; returns what stopped being servable, in no order.
 
         A chunk that isn't known (never announced, or refused) changes nothing.
@@ -308,7 +304,10 @@ class TierView:
     def _removed(self, keys: Sequence[bytes], reason: str | None) -> list[BlockRemoved]:
         return [
             BlockRemoved(
-                list(keys[at : at + _REMOVED_UNITS]), self.medium, locality=self.locality, reason=reason
+                list(keys[at : at + _REMOVED_UNITS]),
+                self.medium,
+                locality=self.locality,
+                reason=reason,
             )
             for at in range(0, len(keys), _REMOVED_UNITS)
         ]

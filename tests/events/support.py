@@ -10,7 +10,14 @@ import zmq
 
 from forebay.events.codec import decode_batch
 from forebay.events.publisher import END, EventPublisher, PublisherLimits, StreamOptions
-from forebay.events.schema import CPU, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
+from forebay.events.schema import (
+    CPU,
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+)
 from forebay.kvstore.identity import chain, pack_tokens
 
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -33,7 +40,7 @@ def stored(units: int = 1, first: int = 0, medium: str = CPU) -> BlockStored:
 
 
 def removed(units: int = 1, first: int = 0, medium: str = CPU) -> BlockRemoved:
-    return BlockRemoved(list(keys_of(units, first)), medium, reason="evicted")
+    return BlockRemoved(keys_of(units, first), medium, reason="evicted")
 
 
 def apply(held: Held, events: Iterable[KVEvent]) -> None:
@@ -80,7 +87,7 @@ class Raw:
             assert sub.recv() == b"probe"
         return sub
 
-    def socket(self, kind: int, endpoint: str, **options: int) -> zmq.Socket[bytes]:
+    def socket(self, kind: int, endpoint: str, **options: int | bytes) -> zmq.Socket[bytes]:
         socket = self.context.socket(kind)
         socket.linger = 0
         for name, value in options.items():
@@ -124,7 +131,7 @@ def state(messages: Iterable[list[bytes]]) -> Held:
 
 
 def receive_all(sub: zmq.Socket[bytes], wait_ms: int = 500) -> list[list[bytes]]:
-    messages = []
+    messages: list[list[bytes]] = []
     while sub.poll(wait_ms if not messages else 200):
         messages.append(sub.recv_multipart())
     return messages

@@ -5,7 +5,15 @@ from hypothesis import strategies as st
 
 from forebay.events.codec import decode_batch, encode_batch
 from forebay.events.history import Batch, History, ReplayRing, Tombstones
-from forebay.events.schema import CPU, STORAGE, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, WireProfile
+from forebay.events.schema import (
+    CPU,
+    STORAGE,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+    WireProfile,
+)
 from tests.events.support import Held, apply, removed, stored
 
 
@@ -16,7 +24,14 @@ def block(number: int, medium: str = CPU) -> BlockStored:
 class Stream:
     """A history beside what is really held."""
 
-    def __init__(self, *, ring: int = 4, ring_bytes: int = 1 << 20, tombstones: int = 64, snapshots: bool = True):
+    def __init__(
+        self,
+        *,
+        ring: int = 4,
+        ring_bytes: int = 1 << 20,
+        tombstones: int = 64,
+        snapshots: bool = True,
+    ):
         self.held: Held = set()
         self.log: list[list[KVEvent]] = []
         self.history = History(
@@ -177,6 +192,7 @@ def test_one_snapshot_serves_many_requests_and_is_let_go() -> None:
     stream.history.tick(200.0)
     assert stream.history.snapshot_bytes == 0
 
+
 def test_a_large_state_goes_out_in_batches_that_fit_into_the_free_numbers() -> None:
     stream = Stream(ring=1)
     stream.publish(*(block(number) for number in range(5000)))
@@ -186,10 +202,16 @@ def test_a_large_state_goes_out_in_batches_that_fit_into_the_free_numbers() -> N
     assert [batch.seq for batch in batches] == [0, 1, 2, 3]
     assert stream.belief(0, batches) == stream.held
 
+
 steps = st.lists(
-    st.tuples(st.sampled_from(["store", "remove", "clear", "lose", "ask"]), st.integers(0, 9), st.booleans()),
+    st.tuples(
+        st.sampled_from(["store", "remove", "clear", "lose", "ask"]),
+        st.integers(0, 9),
+        st.booleans(),
+    ),
     max_size=40,
 )
+
 
 @settings(max_examples=150, deadline=None)
 @given(steps, st.integers(1, 6), st.integers(1, 12), st.integers(0, 60))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import pytest
 import zmq
@@ -18,7 +19,6 @@ from tests.events.support import (
     state,
     stored,
 )
-from collections.abc import Iterator
 
 
 @pytest.fixture
@@ -110,7 +110,8 @@ def test_a_large_snapshot_is_made_in_slices_while_publishing_goes_on(raw: Raw) -
         dealer = raw.dealer(publisher)
         dealer.send_multipart([b"", bytes(8)])
         deadline = time.monotonic() + 10
-        polls, messages = 0, []
+        polls = 0
+        messages: list[list[bytes]] = []
         while not messages or messages[-1][2] != END:
             assert time.monotonic() < deadline
             if publisher.poll_replay():
@@ -174,7 +175,15 @@ def test_a_clock_that_jumps_back_starts_the_quiet_time_again(raw: Raw) -> None:
 
 @pytest.mark.parametrize(
     "frames",
-    [[b""], [b"", b""], [b"", b"short"], [b"x", bytes(8)], [b"", bytes(8), b"more"], [b"hello"], [bytes(8)]],
+    [
+        [b""],
+        [b"", b""],
+        [b"", b"short"],
+        [b"x", bytes(8)],
+        [b"", bytes(8), b"more"],
+        [b"hello"],
+        [bytes(8)],
+    ],
 )
 def test_garbage_on_the_replay_socket_is_ignored_and_counted(raw: Raw, frames: list[bytes]) -> None:
     with publishing() as publisher:
@@ -257,7 +266,7 @@ def test_a_second_request_on_a_connection_replaces_the_first(raw: Raw) -> None:
         dealer.send_multipart([b"", bytes(8)])
         dealer.send_multipart([b"", (8).to_bytes(8, "big")])
         time.sleep(0.2)
-        messages = []
+        messages: list[list[bytes]] = []
         while not messages or messages[-1][2] != END:
             publisher.poll_replay()
             while dealer.poll(5):
@@ -267,7 +276,11 @@ def test_a_second_request_on_a_connection_replaces_the_first(raw: Raw) -> None:
 
 def test_publishing_never_raises_whatever_it_is_given(raw: Raw) -> None:
     with publishing() as publisher:
-        junk = [object(), BlockStored([1], None, [1], 16), BlockStored([1], None, [-(2**70)] * 16, 16)]
+        junk = [
+            object(),
+            BlockStored([1], None, [1], 16),
+            BlockStored([1], None, [-(2**70)] * 16, 16),
+        ]
         assert publisher.publish([*junk, stored()], 0.0) == 0  # type: ignore[list-item]
         assert publisher.stats().refused_events == 3
         assert decode_batch(raw.ask(publisher, 0)[0][-1]).events[0].epoch == "e1"

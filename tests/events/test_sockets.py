@@ -45,7 +45,14 @@ def polled(publisher: EventPublisher) -> Iterator[EventPublisher]:
 
 @pytest.mark.parametrize(
     "endpoint",
-    ["tcp://0.0.0.0:5557", "tcp://*:5557", "tcp://10.0.0.1:1", "tcp://[::]:5557", "tcp://eth0:5557", "tcp://localhost:1"],
+    [
+        "tcp://0.0.0.0:5557",
+        "tcp://*:5557",
+        "tcp://10.0.0.1:1",
+        "tcp://[::]:5557",
+        "tcp://eth0:5557",
+        "tcp://localhost:1",
+    ],
 )
 def test_an_endpoint_off_loopback_is_refused_by_name(endpoint: str) -> None:
     with pytest.raises(EndpointRefused) as refusal:
@@ -55,7 +62,7 @@ def test_an_endpoint_off_loopback_is_refused_by_name(endpoint: str) -> None:
 
 
 def test_a_replay_endpoint_off_loopback_is_refused_too() -> None:
-    with pytest.raises(EndpointRefused, match="10.0.0.1"):
+    with pytest.raises(EndpointRefused, match=r"10\.0\.0\.1"):
         EventPublisher(LOOPBACK, replay="tcp://10.0.0.1:1")
 
 
@@ -63,12 +70,26 @@ def test_with_keys_the_network_is_allowed() -> None:
     check_endpoint("tcp://10.0.0.1:5557", curve=True)
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://127.8.9.1:0", "tcp://[::1]:0", "ipc:///run/forebay/events", "tcp://127.0.0.1:*"])
+@pytest.mark.parametrize(
+    "endpoint",
+    ["tcp://127.8.9.1:0", "tcp://[::1]:0", "ipc:///run/forebay/events", "tcp://127.0.0.1:*"],
+)
 def test_loopback_and_local_sockets_need_no_keys(endpoint: str) -> None:
     check_endpoint(endpoint, curve=False)
 
 
-@pytest.mark.parametrize("endpoint", ["", "127.0.0.1:1", "tcp://", "tcp://127.0.0.1", "tcp://127.0.0.1:x", "udp://127.0.0.1:1", "ipc://"])
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "",
+        "127.0.0.1:1",
+        "tcp://",
+        "tcp://127.0.0.1",
+        "tcp://127.0.0.1:x",
+        "udp://127.0.0.1:1",
+        "ipc://",
+    ],
+)
 def test_what_is_no_endpoint_is_refused_with_an_example(endpoint: str) -> None:
     with pytest.raises(EndpointRefused, match="tcp://ADDRESS:PORT"):
         check_endpoint(endpoint, curve=True)
@@ -123,7 +144,11 @@ def test_everyone_else_is_refused(case: str) -> None:
     with (
         polled(publisher),
         EventSubscriber(
-            publisher.endpoint, replay=publisher.replay_endpoint, from_start=True, curve=keys, replay_timeout=0.5
+            publisher.endpoint,
+            replay=publisher.replay_endpoint,
+            from_start=True,
+            curve=keys,
+            replay_timeout=0.5,
         ) as sub,
     ):
         assert sub.receive(0.3) is None

@@ -231,7 +231,9 @@ news = st.tuples(
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(KINDS), st.booleans(), st.lists(news, max_size=60))
 def test_announcements_are_the_definition_applied_to_the_chunks(
-    kinds: tuple[GroupKind, ...], closed: bool, script: list[tuple[str, tuple[tuple[int, ...], int], int, str]]
+    kinds: tuple[GroupKind, ...],
+    closed: bool,
+    script: list[tuple[str, tuple[tuple[int, ...], int], int, str]],
 ) -> None:
     view, naive = TierView(CPU, kinds, closed=closed), Naive(kinds, closed)
     told: set[bytes] = set()

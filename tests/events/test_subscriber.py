@@ -1,0 +1,321 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import zmq
+
+from forebay.events.codec import encode_batch
+from forebay.events.publisher import EventPublisher, PublisherLimits, StreamOptions
+from forebay.events.schema import CPU, BlockRemoved, BlockStored, KVEvent, low64
+from forebay.events.subscriber import EventSubscriber, Received
+from forebay.events.threaded import PublisherThread, run_in_thread
+from tests.events.support import LOOPBACK, Held, apply, keys_of, stored
+
+
+def started(
+    *, epoch: str = "e1", endpoint: str = LOOPBACK, replay: str | None = LOOPBACK, ring: int = 1000,
+    heartbeat: float = 3600.0, held: Held | None = None,
+) -> PublisherThread:  # fmt: skip
+    """A publisher with its own thread. With `held` it can make snapshots of that."""
+    limits = PublisherLimits(ring_batches=ring, heartbeat_seconds=heartbeat)
+
+    def snapshot() -> list[BlockStored]:
+        return [BlockStored([block], None, list(range(16)), 16, medium=medium) for medium, block in held or ()]
+
+    return run_in_thread(
+        EventPublisher(
+            endpoint, topic="kv@host@model", replay=replay,
+            options=StreamOptions(epoch=epoch, limits=limits), snapshot=None if held is None else snapshot,
+        ),
+        interval=0.005,
+    )  # fmt: skip
+
+
+class Scripted:
+    """A PUB that says exactly what a test tells it to: gaps, repetitions, other epochs, rubbish."""
+
+    def __init__(self) -> None:
+        self.context = zmq.Context()
+        self.pub = self.context.socket(zmq.PUB)
+        self.pub.linger = 0
+        self.endpoint = f"tcp://127.0.0.1:{self.pub.bind_to_random_port('tcp://127.0.0.1')}"
+
+    def say(self, seq: int, *events: KVEvent) -> None:
+        self.pub.send_multipart([b"kv@host@model", seq.to_bytes(8, "big"), encode_batch(0.0, events).payload])
+
+    def join(self, subscriber: EventSubscriber) -> None:
+        """Wait until the subscription has arrived."""
+        while not subscriber.counters.malformed:
+            self.pub.send(b"probe")
+            subscriber.receive(0.01)
+        while subscriber.receive(0.05):
+            pass
+        subscriber.counters.malformed = 0
+
+
+@pytest.fixture
+def scripted() -> Iterator[Scripted]:
+    publisher = Scripted()
+    yield publisher
+    publisher.context.destroy(linger=0)
+
+
+@contextmanager
+def listening(endpoint: str, **settings: object) -> Iterator[EventSubscriber]:
+    with EventSubscriber(endpoint, **settings) as subscriber:  # type: ignore[arg-type]
+        yield subscriber
+
+
+def take(subscriber: EventSubscriber, count: int, timeout: float = 5.0) -> list[Received]:
+    batches: list[Received] = []
+    while len(batches) < count and (received := subscriber.receive(timeout)) is not None:
+        batches.append(received)
+    return batches
+
+
+def test_a_late_joiner_gets_the_history_and_goes_on_live() -> None:
+    store = started()
+    for n in range(5):
+        store.publish([stored(n + 1)])
+    with listening(store.endpoint, replay=store.replay_endpoint, from_start=True) as subscriber:
+        batches = take(subscriber, 5)
+        store.publish([stored(9)])
+        store.publish([stored(10)])
+        batches += take(subscriber, 2)
+    store.close()
+    assert [b.seq for b in batches] == list(range(7))
+    assert [b.replayed for b in batches[:5]] == [True] * 5
+    assert {b.missed for b in batches} == {0} and subscriber.counters.restarts == 0
+    assert subscriber.epoch == "e1"
+
+
+def test_from_start_on_a_quiet_stream_needs_no_live_batch() -> None:
+    store = started(held={(CPU, 7)}, ring=1)
+    for _ in range(3):
+        store.publish([stored()])
+    with listening(store.endpoint, replay=store.replay_endpoint, from_start=True) as subscriber:
+        batches = take(subscriber, 1)
+    store.close()
+    assert batches[0].compacted and batches[0].missed == 0 and batches[0].seq == 2
+
+
+def test_a_gap_is_filled_from_the_replay_socket(scripted: Scripted) -> None:
+    store = started(replay=LOOPBACK)
+    for n in range(6):
+        store.publish([stored(n + 1)])
+    with listening(scripted.endpoint, replay=store.replay_endpoint) as subscriber:
+        scripted.join(subscriber)
+        scripted.say(1, stored(2))
+        scripted.say(5, stored(6))
+        batches = take(subscriber, 5)
+    store.close()
+    assert [b.seq for b in batches] == [1, 2, 3, 4, 5]
+    assert [b.replayed for b in batches] == [False, True, True, True, True]
+    assert [len(b.batch.events[0].block_hashes) for b in batches] == [2, 3, 4, 5, 6]  # type: ignore[union-attr]
+    assert subscriber.counters.gaps == 1 and subscriber.counters.missed == 0
+
+
+def test_a_gap_without_a_replay_socket_is_reported(scripted: Scripted) -> None:
+    with listening(scripted.endpoint) as subscriber:
+        scripted.join(subscriber)
+        for seq in (3, 4, 9):
+            scripted.say(seq, stored())
+        batches = take(subscriber, 3)
+    assert [(b.seq, b.missed) for b in batches] == [(3, 0), (4, 0), (9, 4)]
+
+
+def test_a_replay_that_has_not_all_of_it_says_how_much_is_missing(scripted: Scripted) -> None:
+    store = started(ring=2)
+    for _ in range(10):
+        store.publish([stored()])
+    with listening(scripted.endpoint, replay=store.replay_endpoint) as subscriber:
+        scripted.join(subscriber)
+        scripted.say(1, stored())
+        scripted.say(9, stored())
+        batches = take(subscriber, 3)
+    store.close()
+    assert [(b.seq, b.missed) for b in batches] == [(1, 0), (8, 6), (9, 0)]
+
+
+def test_a_replay_socket_that_is_silent_costs_its_timeout_and_is_counted(
+    scripted: Scripted,
+) -> None:
+    context = zmq.Context()
+    silent = context.socket(zmq.ROUTER)
+    port = silent.bind_to_random_port("tcp://127.0.0.1")
+    with listening(scripted.endpoint, replay=f"tcp://127.0.0.1:{port}", replay_timeout=0.2) as subscriber:
+        scripted.join(subscriber)
+        scripted.say(1, stored())
+        scripted.say(3, stored())
+        batches = take(subscriber, 2)
+    context.destroy(linger=0)
+    assert [(b.seq, b.missed) for b in batches] == [(1, 0), (3, 1)]
+    assert subscriber.counters.failed_replays == 1
+
+
+def test_a_sequence_that_goes_backwards_is_a_restart(scripted: Scripted) -> None:
+    with listening(scripted.endpoint) as subscriber:
+        scripted.join(subscriber)
+        for seq in (41, 42, 0, 1):
+            scripted.say(seq, BlockRemoved([1], CPU))
+        batches = take(subscriber, 4)
+    assert [(b.seq, b.restart) for b in batches] == [
+        (41, None),
+        (42, None),
+        (0, "sequence"),
+        (1, None),
+    ]
+    assert subscriber.counters.restarts == 1
+
+
+def test_another_epoch_is_a_restart_even_if_the_numbers_fit(scripted: Scripted) -> None:
+    with listening(scripted.endpoint) as subscriber:
+        scripted.join(subscriber)
+        scripted.say(1, BlockRemoved([1], CPU, epoch="a"))
+        scripted.say(2, BlockRemoved([1], CPU, epoch="b"))
+        scripted.say(3, BlockRemoved([1], CPU, epoch="b"))
+        batches = take(subscriber, 3)
+    assert [(b.seq, b.restart) for b in batches] == [(1, None), (2, "epoch"), (3, None)]
+
+
+@pytest.mark.parametrize("batches_of_the_new_one", [1, 5, 6, 30])
+def test_a_restarted_publisher_is_noticed_and_its_state_fetched(
+    batches_of_the_new_one: int,
+) -> None:
+    first = started(epoch="a")
+    for _ in range(5):
+        first.publish([stored(3)])
+    with listening(first.endpoint, replay=first.replay_endpoint, from_start=True) as subscriber:
+        take(subscriber, 5)
+        live_before = first.publish([stored(4)]) and take(subscriber, 1)[0].seq
+        endpoint, replay = first.endpoint, first.replay_endpoint
+        first.close()
+        second = started(epoch="b", endpoint=endpoint, replay=replay, heartbeat=0.05)
+        for _ in range(batches_of_the_new_one):
+            second.publish([stored(1)])
+        batches = take(subscriber, batches_of_the_new_one)
+        second.close()
+    assert live_before == 5
+    assert batches[0].restart is not None
+    assert [b.seq for b in batches] == list(range(batches_of_the_new_one))
+    assert [b.restart for b in batches[1:]] == [None] * (batches_of_the_new_one - 1)
+    assert subscriber.epoch == "b" and subscriber.counters.restarts == 1
+
+
+def test_a_new_publisher_whose_heartbeats_fit_is_told_by_its_history(scripted: Scripted) -> None:
+    store = started(epoch="b")
+    for _ in range(6):
+        store.publish([stored()])
+    with listening(scripted.endpoint, replay=store.replay_endpoint) as subscriber:
+        scripted.join(subscriber)
+        scripted.say(4, BlockRemoved([1], CPU, epoch="a"))
+        assert take(subscriber, 1)[0].seq == 4
+        subscriber._doubt = True  # as after a new connection
+        scripted.say(5)
+        batches = take(subscriber, 6)
+    store.close()
+    assert [b.seq for b in batches] == [0, 1, 2, 3, 4, 5]
+    assert [b.restart for b in batches] == ["history", None, None, None, None, None]
+
+
+def test_a_publisher_that_was_only_out_of_reach_is_not_taken_for_a_new_one() -> None:
+    store = started()
+    limits = {"replay": store.replay_endpoint, "from_start": True}
+    store.publish([stored()])
+    with listening(store.endpoint, **limits) as subscriber:
+        take(subscriber, 1)
+        subscriber._sub.disconnect(store.endpoint)
+        store.publish([stored(2)])
+        subscriber._doubt = True
+        subscriber._sub.connect(store.endpoint)
+        batches: list[Received] = []
+        while len(batches) < 3:
+            store.publish([stored(3)])
+            batches += take(subscriber, 1, timeout=0.1)
+    store.close()
+    assert [b.seq for b in batches] == list(range(1, 1 + len(batches)))
+    assert subscriber.counters.restarts == 0 and subscriber.counters.missed == 0
+
+
+def test_a_restart_that_has_come_further_than_we_were_is_seen_in_the_replay(
+    scripted: Scripted,
+) -> None:
+    store = started(epoch="b")
+    for _ in range(8):
+        store.publish([stored()])
+    with listening(scripted.endpoint, replay=store.replay_endpoint) as subscriber:
+        scripted.join(subscriber)
+        scripted.say(3, BlockRemoved([1], CPU, epoch="a"))
+        scripted.say(7)
+        batches = take(subscriber, 9)
+    store.close()
+    assert [b.seq for b in batches] == [3, 0, 1, 2, 3, 4, 5, 6, 7]
+    assert batches[1].restart == "epoch" and batches[2].restart is None
+
+
+def test_what_is_no_batch_is_counted_and_passed_over(scripted: Scripted) -> None:
+    with listening(scripted.endpoint) as subscriber:
+        scripted.join(subscriber)
+        scripted.pub.send_multipart([b"kv@host@model", b"short", b""])
+        scripted.pub.send_multipart([b"kv@host@model", bytes(8), b"\xc1rubbish"])
+        scripted.pub.send_multipart([b"a", b"b"])
+        scripted.say(0, stored())
+        assert [b.seq for b in take(subscriber, 1)] == [0]
+    assert subscriber.counters.malformed == 3
+
+
+def test_nothing_within_the_timeout_is_none(scripted: Scripted) -> None:
+    with listening(scripted.endpoint) as subscriber:
+        assert subscriber.receive(0.02) is None
+        assert list(subscriber.drain(0.02)) == []
+
+
+def test_a_consumer_converges_on_the_state_under_losses_and_a_small_ring() -> None:
+    """Publishing goes on in a thread; the consumer joins in the middle and its queue is tiny."""
+    truth: Held = set()
+    lock = threading.Lock()
+    keys = keys_of(8)
+
+    def snapshot() -> list[BlockStored]:
+        with lock:
+            return [BlockStored([key], None, list(range(16)), 16, medium=CPU) for _, key in sorted(truth)]
+
+    limits = PublisherLimits(ring_batches=20, send_queue=10, heartbeat_seconds=0.05)
+    store = run_in_thread(
+        EventPublisher(LOOPBACK, replay=LOOPBACK, options=StreamOptions(epoch="a", limits=limits), snapshot=snapshot),
+        interval=0.005, capacity=16,
+    )  # fmt: skip
+
+    def publish() -> None:
+        for n in range(600):
+            key = keys[(n * 7) % 8]
+            event: KVEvent = (
+                BlockRemoved([key], CPU) if n % 3 == 2
+                else BlockStored([key], None, list(range(16)), 16, medium=CPU)
+            )  # fmt: skip
+            with lock:
+                apply(truth, [event])
+                store.publish([event])
+            if n % 50 == 0:
+                time.sleep(0.01)
+
+    thread = threading.Thread(target=publish)
+    believed: Held = set()
+    with listening(store.endpoint, replay=store.replay_endpoint, from_start=True) as subscriber:
+        thread.start()
+        while subscriber.last_seq < 600:
+            received = subscriber.receive(5.0)
+            assert received is not None
+            if received.restart or received.missed:
+                believed.clear()
+            apply(believed, received.batch.usable)
+    thread.join()
+    stats = store.stats()
+    store.close()
+    assert subscriber.counters.restarts == 0
+    assert believed == {(medium, low64(key)) for medium, key in truth if isinstance(key, bytes)}
+    assert stats.lost_batches > 0 and stats.compactions > 0, "the test should have forced some"
