@@ -18,7 +18,7 @@ def greedy_reference(model: Path, prompts: list[list[int]], length: int) -> list
             ids = torch.tensor([prompt])
             cache, answer = None, []
             for _ in range(length):
-                out = loaded(input_ids=ids, past_key_values=cache, use_cache=True)
+                out = loaded(input_ids=ids, cache=cache, use_cache=True)
                 cache = out.past_key_values
                 token = int(out.logits[0, -1].argmax())
                 answer.append(token)
