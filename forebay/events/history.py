@@ -54,11 +54,11 @@ class Place(NamedTuple):
 class ReplayRing:
     """The last batches, bounded by count and by payload bytes. Sequence numbers in it have no holes."""
 
-    def __init__(self, max_batches: int, max_bytes: int) -> None:
-        assert max_batches > 0 and max_bytes > 0, (max_batches, max_bytes)
+    def __init__(self, max_batches: int, max_bytes: int, first: int = 0) -> None:
+        assert max_batches > 0 and max_bytes > 0 and first >= 0, (max_batches, max_bytes, first)
         self.max_batches, self.max_bytes = max_batches, max_bytes
         self.bytes = 0
-        self.next = 0
+        self.next = first
         self._payloads: deque[bytes] = deque()
 
     def __len__(self) -> int:
@@ -97,9 +97,9 @@ class Tombstones:
     """Which blocks were removed and not stored again, with the batch that said so. Bounded; `horizon` is the
     first sequence number from which on nothing has been forgotten."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, horizon: int = 0) -> None:
         self.capacity = capacity
-        self.horizon = 0
+        self.horizon = horizon
         self._removed: OrderedDict[Place, int] = OrderedDict()
 
     def __len__(self) -> int:
@@ -175,7 +175,7 @@ class History:
         tombstones: int,
     ) -> None:
         self.ring = ring
-        self.tombstones = Tombstones(tombstones)
+        self.tombstones = Tombstones(tombstones, horizon=ring.next)
         self.compactions = 0
         self._profile, self._dp_rank, self._source = profile, dp_rank, snapshot
         self._kept: _Snapshot | None = None

@@ -99,13 +99,26 @@ class _Counts:
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """What the streams of one owner have in common. `epoch` is the owner's boot id as hex, put into every
-    event that names none."""
+    """What the streams of one owner have in common.
+
+    `epoch` is the owner's boot id as hex, put into every event that names none. `first_seq` is the number of
+    a stream's first batch. A consumer that knows no epochs (Dynamo) passes over numbers that it has seen
+    already, so after a restart from 0 it believes the old state until the numbers have caught up; an owner
+    that restarts on the same endpoint should begin above all it ever used (`restart_safe_seq`). Consumers
+    then see a gap, ask for a replay, and get a clear and the present state.
+    """
 
     epoch: str | None = None
+    first_seq: int = 0
     dp_rank: int | None = 0
     profile: WireProfile = field(default_factory=WireProfile)
     limits: PublisherLimits = field(default_factory=PublisherLimits)
+
+
+def restart_safe_seq(now: float) -> int:
+    """A first sequence number from the wall clock in seconds: above all that an earlier start with one can
+    have used, as long as it published less than a million batches a second."""
+    return int(now * 1_000_000)
 
 
 class EventPublisher:
@@ -131,7 +144,7 @@ class EventPublisher:
         self.options = options or StreamOptions()
         limits = self.options.limits
         self._topic = topic.encode()
-        ring = ReplayRing(limits.ring_batches, limits.ring_bytes)
+        ring = ReplayRing(limits.ring_batches, limits.ring_bytes, self.options.first_seq)
         self._history = History(
             ring, self.options.profile,
             dp_rank=self.options.dp_rank, snapshot=snapshot, tombstones=limits.tombstones,

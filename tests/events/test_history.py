@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,11 +32,12 @@ class Stream:
         ring_bytes: int = 1 << 20,
         tombstones: int = 64,
         snapshots: bool = True,
+        first: int = 0,
     ):
         self.held: Held = set()
         self.log: list[list[KVEvent]] = []
         self.history = History(
-            ReplayRing(ring, ring_bytes), WireProfile(),
+            ReplayRing(ring, ring_bytes, first), WireProfile(),
             dp_rank=0, snapshot=self.present if snapshots else None, tombstones=tombstones,
         )  # fmt: skip
 
@@ -169,6 +171,22 @@ def test_lost_batches_leave_a_gap_and_the_state_heals_from_the_snapshot() -> Non
     stream.publish(block(2))
     assert stream.history.ring.next == 3
     assert stream.belief(1, stream.replay(1)) == stream.held == {(CPU, 2)}
+
+
+def test_after_a_restart_at_a_higher_number_an_old_consumer_is_told_to_clear_and_a_new_one_is_not() -> None:
+    stream = Stream(first=1_000_000)
+    stream.publish(block(1))
+    old, new = stream.replay(17), stream.replay(0)
+    assert decode_batch(old[0].payload).events[0] == AllBlocksCleared(reason="snapshot")
+    assert [batch.seq for batch in old] == [batch.seq for batch in new] == [1_000_000]
+    assert decode_batch(new[0].payload).events == (msgspec.structs.replace(block(1), reason="snapshot"),)
+
+
+def test_a_restart_that_holds_nothing_says_so() -> None:
+    stream = Stream(first=1_000_000)
+    [batch] = stream.replay(17)
+    assert batch.seq == 999_999
+    assert decode_batch(batch.payload).events == (AllBlocksCleared(reason="snapshot"),)
 
 
 def test_one_snapshot_serves_many_requests_and_is_let_go() -> None:

@@ -18,7 +18,7 @@ from tests.events.support import LOOPBACK, Held, apply, keys_of, stored
 
 def started(
     *, epoch: str = "e1", endpoint: str = LOOPBACK, replay: str | None = LOOPBACK, ring: int = 1000,
-    heartbeat: float = 3600.0, held: Held | None = None,
+    heartbeat: float = 3600.0, held: Held | None = None, first_seq: int = 0,
 ) -> PublisherThread:  # fmt: skip
     """A publisher with its own thread. With `held` it can make snapshots of that."""
     limits = PublisherLimits(ring_batches=ring, heartbeat_seconds=heartbeat)
@@ -29,7 +29,8 @@ def started(
     return run_in_thread(
         EventPublisher(
             endpoint, topic="kv@host@model", replay=replay,
-            options=StreamOptions(epoch=epoch, limits=limits), snapshot=None if held is None else snapshot,
+            options=StreamOptions(epoch=epoch, limits=limits, first_seq=first_seq),
+            snapshot=None if held is None else snapshot,
         ),
         interval=0.005,
     )  # fmt: skip
@@ -180,6 +181,21 @@ def test_another_epoch_is_a_restart_even_if_the_numbers_fit(scripted: Scripted) 
         scripted.say(3, BlockRemoved([1], CPU, epoch="b"))
         batches = take(subscriber, 3)
     assert [(b.seq, b.restart) for b in batches] == [(1, None), (2, "epoch"), (3, None)]
+
+
+def test_a_restart_above_all_old_numbers_is_noticed_by_its_epoch() -> None:
+    held: Held = {(CPU, 7)}
+    first = started(epoch="a", held=held)
+    first.publish([stored(3)])
+    with listening(first.endpoint, replay=first.replay_endpoint, from_start=True) as subscriber:
+        take(subscriber, 1)
+        endpoint, replay = first.endpoint, first.replay_endpoint
+        first.close()
+        second = started(epoch="b", endpoint=endpoint, replay=replay, heartbeat=0.05, held=held, first_seq=10**9)
+        batches = take(subscriber, 1)
+        second.close()
+    assert batches[0].restart is not None and batches[0].compacted
+    assert [type(event).__name__ for event in batches[0].batch.events] == ["BlockStored"]
 
 
 @pytest.mark.parametrize("batches_of_the_new_one", [1, 5, 6, 30])
