@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from forebay.errors import CorruptChunk
 from forebay.events.errors import EventError
 from forebay.events.projection import HOST_TIER, Projection
-from forebay.events.publisher import StreamOptions
+from forebay.events.publisher import StreamOptions, restart_safe_seq
 from forebay.events.schema import KVEvent
 from forebay.events.streams import NamespaceStreams
 from forebay.events.units import UnitChunk
@@ -45,7 +45,8 @@ class Announcer:
 
     def __post_init__(self) -> None:
         if self.events is not None:
-            options = StreamOptions(epoch=self.boot.hex())
+            # Consumers that know no epochs must see numbers that only grow, over restarts too.
+            options = StreamOptions(epoch=self.boot.hex(), first_seq=restart_safe_seq(time.time()))
             self.streams = NamespaceStreams(self.events, owner=self.owner, replay=self.replay, options=options)
 
     def register(self, namespace_id: bytes) -> None:
@@ -120,7 +121,7 @@ class Announcer:
         """Answer replay requests and send heartbeats, for as long as the daemon runs."""
         while self.streams is not None:
             more = self.streams.poll()
-            self.streams.tick(asyncio.get_running_loop().time())
+            self.streams.tick(time.time())
             await asyncio.sleep(0 if more else POLL_S)
 
     def figures(self) -> dict[str, float]:
