@@ -16,7 +16,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from forebay.cli.places import default_socket
+from forebay.cli.places import add_socket
 from forebay.cli.tables import table
 from forebay.errors import ConfigError, StoreUnavailable
 from forebay.kvstore.client import StoreClient
@@ -26,7 +26,7 @@ from forebay.kvstore.identity import MATCH_UNIT, Chain, pack_tokens, root_key
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add this command's flags."""
     parser.add_argument("prompt", nargs="?", help="text; needs --url")
-    parser.add_argument("--socket", default=str(default_socket()), help="the store's unix socket (default: %(default)s)")
+    add_socket(parser)
     parser.add_argument("--url", help="a front end that tokenises and names its namespace")
     parser.add_argument("--api-key", help="for a front end that wants one")
     parser.add_argument("--token-ids", metavar="N,N,...", help="the prompt as token ids")

@@ -24,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add this command's flags."""
     parser.add_argument("--socket", help=f"check this store's memory (default without --fs: {default_socket()})")
     parser.add_argument("--fs", metavar="DIR", help="check this directory")
-    parser.add_argument("--repair", action="store_true", help="take out what is wrong: memory frees it, files are moved aside")
+    parser.add_argument("--repair", action="store_true", help="take out what is wrong; files are moved aside")
 
 
 def run(flags: dict[str, Any]) -> int:

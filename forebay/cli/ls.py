@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from forebay.cli.places import default_socket
+from forebay.cli.places import add_socket
 from forebay.cli.tables import bytes_text, table
 from forebay.kvstore.client import StoreClient
 
@@ -23,7 +23,7 @@ PAGE = 500
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add this command's flags."""
-    parser.add_argument("--socket", default=str(default_socket()), help="the store's unix socket (default: %(default)s)")
+    add_socket(parser)
     parser.add_argument("--fs", metavar="DIR", help="list this directory's files instead; no store is needed")
     parser.add_argument("--namespace", metavar="HEX", default="", help="only this one (a prefix of its id is enough)")
     parser.add_argument("--json", action="store_true", help="one JSON object a chunk")

@@ -2,6 +2,7 @@
 
     0  done            1  something is wrong (fsck found damage, a process failed)
     2  wrong usage or setting       3  no store answers       4  the machine can't give what was asked for
+    5  the model can't be served
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ COMMANDS = {
     "store": "the store daemon: KV chunks in shared memory and files",
     "worker": "a compute worker",
     "frontend": "an OpenAI-compatible HTTP server in front of a worker",
+    "prepare": "assemble and convert a model ahead of time",
     "stat": "what a store holds and does",
     "ls": "the chunks that a store or a directory holds",
     "fsck": "check every byte of a store's memory and files",
     "explain": "how long a prefix of a prompt each tier has, and why it ends there",
 }
 INTERRUPTED = 130
-_WORKER_MODULES = {"torch", "numpy", "tokenizers", "safetensors", "jinja2", "gguf", "fastapi", "uvicorn", "tqdm"}
+_WORKER_MODULES = {"torch", "numpy", "tokenizers", "safetensors", "jinja2", "gguf", "fastapi", "uvicorn", "starlette"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in _WORKER_MODULES:
             raise
-        print(f"forebay: {error.name} isn't installed; this command needs pip install 'forebay[worker]'", file=sys.stderr)
+        print(f"forebay: {error.name} isn't installed: pip install 'forebay[worker]' brings it", file=sys.stderr)
         return ConfigError.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -84,5 +86,6 @@ def _overview() -> str:
     return (
         f"forebay {__version__}: a KV cache for language model serving that outlives its workers\n\n"
         f"usage: forebay COMMAND [--help]\n\n{lines}\n\n"
-        "exit codes: 0 done, 1 something is wrong, 2 wrong usage, 3 no store answers, 4 the machine can't give it"
+        "exit codes: 0 done, 1 something is wrong, 2 wrong usage, 3 no store answers, 4 the machine can't give it,\n"
+        "            5 the model can't be served"
     )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import stat
 import tempfile
 from pathlib import Path
+
+from forebay.errors import NotWritable
 
 
 def runtime_dir() -> Path:
@@ -24,7 +28,22 @@ def default_socket() -> Path:
     return runtime_dir() / "store.sock"
 
 
+def add_socket(parser: argparse.ArgumentParser) -> None:
+    """Add --socket, for commands that ask a store."""
+    where = str(default_socket())
+    parser.add_argument("--socket", default=where, help="the store's unix socket (default: %(default)s)")
+
+
 def private(folder: Path) -> Path:
-    """The folder, made with mode 0700 if it isn't there."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """The folder, made with mode 0700 if it isn't there. Raises NotWritable if it is another user's.
+
+    Among temporary files anybody could have made it before us.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
+    except OSError as error:
+        raise NotWritable(f"can't make {folder}: {error.strerror}; set XDG_RUNTIME_DIR") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise NotWritable(f"{folder} isn't a directory that only this user can change; set XDG_RUNTIME_DIR")
     return folder

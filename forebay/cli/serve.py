@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,6 +23,7 @@ from forebay.cli.places import cache_dir, runtime_dir
 from forebay.cli.tables import bytes_text
 from forebay.config import Setting, add_settings, at_least, boolean, one_of, path, port, resolve, size
 from forebay.errors import ConfigError
+from forebay.parent import PARENT_VARIABLE
 
 if TYPE_CHECKING:
     from forebay.workers.health import Health
@@ -71,7 +74,7 @@ def run(flags: dict[str, Any]) -> int:
     with take_port(values["host"], values["port"]) as listener:
         model = _model(values)
         config = _config(values, model)
-        _tell(f"starting {model.name}; this takes a moment")
+        _tell(f"starting {_label(values)}; this takes a moment")
         began = time.monotonic()
         return serve(config, listener, _tell, lambda health: _ready(values, config, health, time.monotonic() - began))
 
@@ -92,25 +95,23 @@ def _check(values: dict[str, Any]) -> None:
 
 
 def _model(values: dict[str, Any]) -> Path:
-    if not values["demo"]:
+    """The model's directory; a GGUF file is converted first, by a process of its own, since that takes memory."""
+    if values["model"] is not None and values["model"].is_dir():
         return Path(values["model"]).absolute()
-    from forebay.models.demo import demo_path, terms_notice
+    what = ["--demo"] if values["demo"] else [str(values["model"])]
+    command = [sys.executable, "-m", "forebay", "prepare", *what]
+    environment = os.environ | {PARENT_VARIABLE: str(os.getpid())}
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    prepared = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    if prepared.returncode != 0:
+        sys.exit(prepared.returncode)  # it has said why
+    return Path(prepared.stdout.strip())
 
-    _notice_once(terms_notice())
-    return demo_path()
 
-
-def _notice_once(text: str) -> None:
-    """Terms of use are shown once to each user, and then remembered in the cache directory."""
-    stamp = cache_dir() / "gemma-terms-shown"
-    if stamp.exists():
-        return
-    print(text, file=sys.stderr, flush=True)
-    try:
-        stamp.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        stamp.touch()
-    except OSError as error:
-        _tell(f"can't remember that this was shown ({error.strerror}): {stamp}")
+def _label(values: dict[str, Any]) -> str:
+    if values["label"]:
+        return str(values["label"])
+    return "gemma-3-270m" if values["demo"] else values["model"].absolute().name.removesuffix(".gguf")
 
 
 def _config(values: dict[str, Any], model: Path) -> ServeConfig:
@@ -121,8 +122,9 @@ def _config(values: dict[str, Any], model: Path) -> ServeConfig:
     if not values["no_fs"]:
         store["fs"] = _files(values)
         store["fs_quota"] = values["fs_quota"]
-    worker = {name: values[name] for name in ("dtype", "device", "device_memory", "chunk_tokens", "threads", "label")}
+    worker = {name: values[name] for name in ("dtype", "device", "device_memory", "chunk_tokens", "threads")}
     frontend = {name: values[name] for name in ("api_keys", "max_queue")}
+    worker["label"] = frontend["label"] = _label(values)
     return ServeConfig(
         model=model, runtime=runtime_dir() / f"serve-{values['port']}", host=values["host"], port=values["port"],
         pool_dir=values["pool_dir"].absolute(), store_arguments=_arguments(store),

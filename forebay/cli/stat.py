@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-from forebay.cli.places import default_socket
+from forebay.cli.places import add_socket
 from forebay.cli.tables import bytes_text, figure, table
 from forebay.kvstore.client import StoreClient
 from forebay.kvstore.protocol import Stats
@@ -20,7 +20,7 @@ from forebay.kvstore.protocol import Stats
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add this command's flags."""
-    parser.add_argument("--socket", default=str(default_socket()), help="the store's unix socket (default: %(default)s)")
+    add_socket(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     parser.add_argument("--watch", action="store_true", help="again every second, until interrupted")
 

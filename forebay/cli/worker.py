@@ -25,7 +25,7 @@ SETTINGS = (
     Setting("max_running", at_least(1), 16, "requests that compute at once"),
     Setting("max_waiting", at_least(1), 256, "requests that may queue"),
     Setting("lookup_deadline", duration, 2.0, "how long a lookup may wait for the store's tiers", shown="2s"),
-    Setting("push_queue", size, 256 << 20, "bytes that may wait to be stored; beyond it chunks are dropped", shown="256MiB"),
+    Setting("push_queue", size, 256 << 20, "bytes that may wait to be stored; more is dropped", shown="256MiB"),
     Setting("drain", duration, 5.0, "how long a stop waits for the last pushes", shown="5s"),
     Setting("events", str, None, "ZMQ endpoint of the device pool's KV events"),
     Setting("replay", str, None, "ZMQ endpoint of their replay"),

@@ -30,7 +30,7 @@ from forebay.workers.watch import watch_worker
 
 log = logging.getLogger(__name__)
 
-STORE_STOP_S, WORKER_STOP_S, FRONTEND_STOP_S = 12.0, 8.0, 4.0
+STORE_STOP_S, WORKER_STOP_S, FRONTEND_STOP_S = 12.0, 8.0, 5.0
 STORE_READY_S = 60.0
 PAUSES_S = (0.1, 0.5, 1.0, 2.0, 5.0)
 """How long to wait before a part is started again, by how often in a row it has ended early."""
@@ -39,6 +39,9 @@ EARLY_S = 10.0
 HURRY_S = 1.0
 """A second Ctrl-C this long after the first one means it: nothing is waited for any more."""
 POLL_S = 0.1
+FINAL_CODES = (2, 4, 5)
+"""A part that says one of these at its very first start (wrong setting, no room, broken model) won't say
+otherwise the next time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,8 @@ def take_port(host: str, port: int) -> socket.socket:
 def runtime_directory(path: Path) -> Iterator[Path]:
     """A private directory that is ours alone until the end, and then removed. Raises AlreadyRunning, NotWritable."""
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
         status = path.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise NotWritable(f"{path} isn't a private directory of this user; remove it, or set XDG_RUNTIME_DIR")
@@ -225,7 +229,7 @@ class Supervisor:
 
     def _hopeless(self, part: Part, code: int, early: int) -> str:
         """Why starting it again makes no sense, or nothing."""
-        if part.starts == 1 and early and code in (ConfigError.exit_code, AlreadyRunning.exit_code):
+        if part.starts == 1 and early and code in FINAL_CODES:
             return f"the {part.name} could not start; its message is above"
         if early >= len(PAUSES_S):
             return f"the {part.name} has ended {early} times in a row right after its start ({how_it_ended(code)})"

@@ -16,7 +16,6 @@ from forebay.errors import AlreadyRunning, ConfigError
 from forebay.ipc.sockets import socket_path
 from forebay.models.chat import ChatTemplate
 from forebay.models.errors import NoChatTemplate
-from forebay.models.loading import checkpoint_directory
 from forebay.models.tokenizer import Tokenizer
 from forebay.workers.api.app import make_app
 from forebay.workers.api.keys import load_keys, open_to_all
@@ -95,12 +94,19 @@ def run_frontend(config: FrontendConfig) -> int:
 
 def load_text(model: Path) -> tuple[Codec, Chat | None]:
     """Tokenizer and chat template of a model; a base model has no template. Raises ModelError."""
-    directory = checkpoint_directory(model)
+    directory = model if model.is_dir() else _converted(model)
     codec = Tokenizer.load(directory)
     try:
         return codec, ChatTemplate.load(directory)
     except NoChatTemplate:
         return codec, None
+
+
+def _converted(model: Path) -> Path:
+    # It imports torch; a front end of a directory does without.
+    from forebay.models.loading import checkpoint_directory
+
+    return checkpoint_directory(model)
 
 
 def serve_app(app: ASGIApp, listener: socket.socket) -> None:

@@ -42,7 +42,8 @@ from forebay.workers.protocol import (
 log = logging.getLogger(__name__)
 
 SILENCE_S = 2.0
-DESCRIBE_S = 10.0
+DESCRIBE_S = 30.0
+"""A worker that loads its model has bound its socket already, but doesn't answer yet."""
 RETRY_S = (0.02, 0.05, 0.1, 0.2)
 READ_BYTES = 1 << 18
 RETRY_AFTER_S = 1
@@ -122,8 +123,9 @@ class WorkerLink:
             await asyncio.sleep(SILENCE_S / 8)
             patience = SILENCE_S if self._described.is_set() else DESCRIBE_S
             if loop.time() - self._heard > patience and self._writer is not None:
-                self.counters.hangs += 1
-                log.warning("the worker on %s has been silent for %.1f s", self.path, loop.time() - self._heard)
+                if self._described.is_set():
+                    self.counters.hangs += 1
+                    log.warning("the worker on %s has been silent for %.1f s", self.path, loop.time() - self._heard)
                 self._writer.transport.abort()
                 return
 
