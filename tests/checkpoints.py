@@ -117,9 +117,7 @@ def _write(
         for name, weight in sorted(model.named_parameters()):
             noise = torch.randn(weight.shape, generator=rng)
             if weight.dim() == 1:
-                center = 0.0 if "bias" in name or isinstance(
-                    model, transformers.Gemma3ForCausalLM
-                ) else 1.0
+                center = 0.0 if "bias" in name or isinstance(model, transformers.Gemma3ForCausalLM) else 1.0
                 weight.copy_(center + 0.2 * noise)
             elif "embed_tokens" in name:
                 weight.copy_(noise)
@@ -139,13 +137,9 @@ def write_tokenizer(path: Path, *, adds_bos: bool, chat_template: str | None = N
     tokenizer = Tokenizer(BPE({text: index for index, text in enumerate(texts)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(text, special=True, normalized=False) for text in SPECIALS]
-    )
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
     if adds_bos:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="<bos> $A", special_tokens=[("<bos>", BOS_ID)]
-        )
+        tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS_ID)])
     tokenizer.save(str(path / "tokenizer.json"))
     settings = {
         "add_bos_token": adds_bos,

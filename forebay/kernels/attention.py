@@ -46,9 +46,7 @@ def paged_attention(
     dtype of `q`. `window` counts visible positions, the query's own included. The batch's own K and V must have
     been written before. Mutates nothing (index tensors are kept in the batch).
     """
-    plan = batch.once(
-        ("attention", group, window), lambda: _plan(batch, group, window, pool)
-    )
+    plan = batch.once(("attention", group, window), lambda: _plan(batch, group, window, pool))
     if scale != 1.0:
         q = q * scale
     out = torch.empty_like(q)
@@ -124,10 +122,7 @@ def _plan(batch: Batch, group: str, window: int | None, pool: Tensor) -> _Plan:
         blocks = tables[i, first : (span.total_len - 1) // BLOCK_TOKENS + 1]
         prefills.append(_Prefill(span, _runs(pool, blocks[None]), first * BLOCK_TOKENS))
     most = max(1, DECODE_GATHER_BYTES // _kv_bytes(pool))
-    decodes = [
-        _join(part, tables, pool, whole=len(part) == batch.num_tokens)
-        for part in _by_length(singles, most)
-    ]
+    decodes = [_join(part, tables, pool, whole=len(part) == batch.num_tokens) for part in _by_length(singles, most)]
     return _Plan(tuple(prefills), tuple(decodes))
 
 
@@ -154,9 +149,7 @@ def _join(part: list[_Reach], tables: Tensor, pool: Tensor, *, whole: bool) -> _
         seen = slice(reach.start - base, reach.end - base)
         return _Decodes(1, rows, _runs(pool, blocks[None]), None, seen)
     width = max(reach.num_blocks for reach in part)
-    facts = torch.tensor(
-        [(reach.index, reach.first_block, reach.start, reach.end) for reach in part], device=device
-    )
+    facts = torch.tensor([(reach.index, reach.first_block, reach.start, reach.end) for reach in part], device=device)
     indices, firsts, starts, ends = (column[:, None] for column in facts.unbind(1))
     columns = firsts + torch.arange(width, device=device)
     # Where the table ends or has no block, the sequence's own first one will do: the mask hides it.
@@ -244,18 +237,14 @@ def _hide(scores: Tensor, batch: Batch, window: int | None) -> None:
     Only the two triangles at the ends can hold hidden positions, and they are the same for all tiles.
     """
     size, count = scores.shape[1], scores.shape[3]
-    future = batch.once(
-        ("future", size, scores.dtype), lambda: _triangle(size, scores, below=False)
-    )
+    future = batch.once(("future", size, scores.dtype), lambda: _triangle(size, scores, below=False))
     scores[..., count - size :].add_(future)
     if window is None:
         return
     cut = window + size - 1 - count  # columns that fall before the sequence's first position
     reach = min(size - cut, count)
     if reach > 0:
-        past = batch.once(
-            ("past", size, scores.dtype), lambda: _triangle(size, scores, below=True)
-        )
+        past = batch.once(("past", size, scores.dtype), lambda: _triangle(size, scores, below=True))
         scores[..., :reach].add_(past[..., cut : cut + reach])
 
 

@@ -74,8 +74,6 @@ class CausalLM(ABC):
     def new_pools(self, num_blocks: Mapping[str, int]) -> dict[str, Tensor]:
         """Zeroed KV pools of this model's geometry: {group name: pool of num_blocks[name] blocks}."""
         return {
-            group.name: torch.zeros(
-                group.pool_shape(num_blocks[group.name]), dtype=self.dtype, device=self.device
-            )
+            group.name: torch.zeros(group.pool_shape(num_blocks[group.name]), dtype=self.dtype, device=self.device)
             for group in self.info.kv_groups
         }

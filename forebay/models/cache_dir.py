@@ -36,7 +36,7 @@ def exclusive(cache_dir: Path) -> Iterator[None]:
         with (cache_dir / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for leftover in cache_dir.glob(f"{_TEMPORARY}*"):
-                shutil.rmtree(leftover, ignore_errors=True)
+                _remove(leftover)
             yield
 
 
@@ -52,7 +52,27 @@ def new_directory(cache_dir: Path, final: Path) -> Iterator[Path]:
         os.rename(temporary, final)
         _flush(cache_dir)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(temporary)
+
+
+@contextmanager
+def new_file(cache_dir: Path, final: Path) -> Iterator[Path]:
+    """A path to write to, which becomes `final` if the body ends well. Call it under `exclusive`."""
+    temporary = cache_dir / f"{_TEMPORARY}{final.name}"
+    try:
+        yield temporary
+        _flush(temporary)
+        os.replace(temporary, final)
+        _flush(cache_dir)
+    finally:
+        _remove(temporary)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _flush(path: Path) -> None:
@@ -71,12 +91,10 @@ def _disk_errors(cache_dir: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise NoSpace(
-                f"no space left in {cache_dir} for a converted model; free some, or choose another "
-                "cache directory"
+                f"no space left in {cache_dir} for a converted model; free some, or choose another cache directory"
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             raise NotWritable(
-                f"the cache directory {cache_dir} can't be written ({error.strerror}); "
-                "choose another one"
+                f"the cache directory {cache_dir} can't be written ({error.strerror}); choose another one"
             ) from error
         raise ResourceError(f"{cache_dir}: {error}") from error

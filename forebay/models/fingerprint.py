@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forebay.models.cache_dir import exclusive
+from forebay.models.cache_dir import exclusive, new_file
 from forebay.models.errors import CheckpointBroken
 from forebay.models.weights import weight_files
 
@@ -52,9 +51,8 @@ def fingerprint_weights(directory: Path, cache_dir: Path) -> bytes:
     found = _fingerprint(files)
     with exclusive(cache_dir):
         folder.mkdir(exist_ok=True)
-        temporary = folder / f".{os.getpid()}"
-        temporary.write_text(found.hex())
-        os.replace(temporary, cached)
+        with new_file(cache_dir, cached) as temporary:
+            temporary.write_text(found.hex())
         by_age = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
         for old in by_age[:-MAX_CACHED]:
             old.unlink(missing_ok=True)

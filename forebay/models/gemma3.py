@@ -114,9 +114,7 @@ def gemma3_info(config: Config) -> ModelInfo:
 
 def _groups(shape: Gemma3Shape) -> dict[str, KVGroup]:
     """Layer type -> cache group. A model may have only one of them."""
-    layers = {
-        kind: tuple(i for i, k in enumerate(shape.kinds) if k == kind) for kind in (FULL, SLIDING)
-    }
+    layers = {kind: tuple(i for i, k in enumerate(shape.kinds) if k == kind) for kind in (FULL, SLIDING)}
     heads, dim = shape.kv_heads, shape.head_dim
     groups = {
         FULL: KVGroup("full", "full", layers[FULL], heads, dim),
@@ -136,9 +134,7 @@ def build_gemma3(config: Config, weights: Weights) -> CausalLM:
     return Decoder(
         gemma3_info(config),
         embedding=embedding,
-        layers=[
-            _Layer(shape, groups[kind], index, weights) for index, kind in enumerate(shape.kinds)
-        ],
+        layers=[_Layer(shape, groups[kind], index, weights) for index, kind in enumerate(shape.kinds)],
         norm=_norm(weights, "norm", shape),
         head=Linear(head),
         embed_scale=float(scale),
@@ -177,9 +173,7 @@ class _Layer:
             act="gelu_tanh",
         )
 
-    def __call__(
-        self, hidden: Tensor, batch: Batch, kv: Mapping[str, Tensor], keep: Tensor | None
-    ) -> Tensor:
+    def __call__(self, hidden: Tensor, batch: Batch, kv: Mapping[str, Tensor], keep: Tensor | None) -> Tensor:
         mixed = self._attention(self._before_attention(hidden).to(self._dtype), batch, kv, keep)
         hidden = hidden if keep is None else hidden.index_select(0, keep)
         self._after_attention.add_to(hidden, mixed)

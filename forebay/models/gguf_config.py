@@ -69,8 +69,7 @@ def gguf_config(file: GGUFFile, rope_factors: tuple[float, ...] = ()) -> dict[st
     """The `config.json` of the model in `file`. Raises UnsupportedArchitecture or CheckpointBroken."""
     if file.architecture not in _MODEL_TYPES:
         raise UnsupportedArchitecture(
-            f"{file.path}: architecture {file.architecture!r} is not supported; supported are "
-            f"{', '.join(_MODEL_TYPES)}"
+            f"{file.path}: architecture {file.architecture!r} is not supported; supported are {', '.join(_MODEL_TYPES)}"
         )
     found = _Metadata(file)
     embedding = file.tensors.get("token_embd.weight")

@@ -63,9 +63,7 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 def _cut_short(path: Path, size: int) -> CheckpointBroken:
-    return CheckpointBroken(
-        f"{path} is cut short: it ends after {size} bytes, inside its header; download it again"
-    )
+    return CheckpointBroken(f"{path} is cut short: it ends after {size} bytes, inside its header; download it again")
 
 
 class _Reader:
@@ -96,9 +94,7 @@ class _Reader:
         if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
             raise self._broken(f"its alignment is {alignment!r}")
         start = -(-self._at // alignment) * alignment
-        tensors = {
-            t.name: GGUFTensor(t.name, t.shape, t.type_id, start + t.offset) for t in described
-        }
+        tensors = {t.name: GGUFTensor(t.name, t.shape, t.type_id, start + t.offset) for t in described}
         if len(tensors) != tensor_count:
             raise self._broken("two of its tensors have the same name")
         return GGUFFile(self._path, self._size, metadata, tensors)

@@ -133,9 +133,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
     )
     prefix = bool(vocabulary.entry("add_space_prefix", True))
     replace = normalizers.Replace(" ", SPACE)
-    tokenizer.normalizer = (
-        normalizers.Sequence([normalizers.Prepend(SPACE), replace]) if prefix else replace
-    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), replace]) if prefix else replace
     decoding = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if prefix:
         decoding.append(decoders.Strip(" ", 1, 0))
@@ -151,9 +149,7 @@ def _ids(vocabulary: _Vocabulary) -> dict[str, int]:
     }
 
 
-def _merges_from_scores(
-    vocabulary: _Vocabulary, ids: dict[str, int], scores: Sequence[float]
-) -> list[tuple[str, str]]:
+def _merges_from_scores(vocabulary: _Vocabulary, ids: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """SentencePiece merges the two neighbours whose union scores best; so a merge ranks by its result's score.
 
     Of several ways to the same result the one with the longer left part comes first: SentencePiece takes the

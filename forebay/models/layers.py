@@ -220,9 +220,7 @@ class Attention:
         self._layer_in_group = group.layers.index(layer)
         self._rope, self._scale, self._head_norm = rope, scale, head_norm
 
-    def __call__(
-        self, x: Tensor, batch: Batch, kv: Mapping[str, Tensor], keep: Tensor | None = None
-    ) -> Tensor:
+    def __call__(self, x: Tensor, batch: Batch, kv: Mapping[str, Tensor], keep: Tensor | None = None) -> Tensor:
         """x [T, hidden] -> [T, hidden], or only the rows `keep`. Writes this layer's K and V into the pool."""
         group, heads = self._group, self._heads
         rotated = heads + group.kv_heads
@@ -234,9 +232,7 @@ class Attention:
         # In place of the unrotated vectors: so K and V stay side by side for one write.
         qkv[:, :rotated].copy_(rotate(turning, *self._rope.angles(batch, exact)))
         pool = kv[group.name]
-        rows = batch.once(
-            ("rows", group.name), lambda: slot_rows(pool, batch.groups[group.name].slots)
-        )
+        rows = batch.once(("rows", group.name), lambda: slot_rows(pool, batch.groups[group.name].slots))
         write_rows(pool, self._layer_in_group, rows, qkv[:, heads:])
         if keep is not None and not len(keep):
             return x[:0]
@@ -262,9 +258,7 @@ class Layer(Protocol):
     With `keep`, only these rows are wanted of the result (K and V of all are written all the same).
     """
 
-    def __call__(
-        self, hidden: Tensor, batch: Batch, kv: Mapping[str, Tensor], keep: Tensor | None
-    ) -> Tensor: ...
+    def __call__(self, hidden: Tensor, batch: Batch, kv: Mapping[str, Tensor], keep: Tensor | None) -> Tensor: ...
 
 
 class Decoder(CausalLM):

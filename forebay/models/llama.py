@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from forebay.kernels.batch import Batch
@@ -115,9 +114,7 @@ class _Layer:
         q_size, kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         self._dtype = weights.dtype
         self._attention_norm = RMSNorm(weights.exact(f"{at}input_layernorm.weight", hidden), shape.eps)
-        self._mlp_norm = RMSNorm(
-            weights.exact(f"{at}post_attention_layernorm.weight", hidden), shape.eps
-        )
+        self._mlp_norm = RMSNorm(weights.exact(f"{at}post_attention_layernorm.weight", hidden), shape.eps)
         self._attention = Attention(
             qkv=weights.merged_linear(
                 {f"{at}self_attn.{x}_proj": q_size if x == "q" else kv_size for x in "qkv"},
@@ -140,9 +137,7 @@ class _Layer:
             act="silu",
         )
 
-    def __call__(
-        self, hidden: Tensor, batch: Batch, kv: Mapping[str, Tensor], keep: Tensor | None
-    ) -> Tensor:
+    def __call__(self, hidden: Tensor, batch: Batch, kv: Mapping[str, Tensor], keep: Tensor | None) -> Tensor:
         mixed = self._attention(self._attention_norm(hidden).to(self._dtype), batch, kv, keep)
         hidden = hidden if keep is None else hidden.index_select(0, keep)
         hidden.add_(mixed)

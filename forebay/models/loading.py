@@ -20,9 +20,7 @@ GENERATION_FILE = "generation_config.json"
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
-def checkpoint_directory(
-    path: Path, *, cache_dir: Path | None = None, progress: Progress | None = None
-) -> Path:
+def checkpoint_directory(path: Path, *, cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
     """The directory with config.json, safetensors and tokenizer.json: `path` itself, or a GGUF file's conversion.
 
     May block for the conversion. Raises ModelNotFound, CheckpointBroken, UnsupportedArchitecture, NoSpace,
@@ -58,9 +56,7 @@ def load_model(
     UnsupportedArchitecture, NoSpace, NotWritable.
     """
     if dtype not in DTYPES:
-        raise UnsupportedArchitecture(
-            f"models can't be computed in {dtype}; choose bfloat16, float32 or float64"
-        )
+        raise UnsupportedArchitecture(f"models can't be computed in {dtype}; choose bfloat16, float32 or float64")
     directory = checkpoint_directory(path, cache_dir=cache_dir, progress=progress)
     config = read_config(directory)
     family = find_family(text_config(config))
@@ -72,9 +68,7 @@ def load_model(
     return model
 
 
-def fingerprint_weights(
-    path: Path, cache_dir: Path | None = None, progress: Progress | None = None
-) -> bytes:
+def fingerprint_weights(path: Path, cache_dir: Path | None = None, progress: Progress | None = None) -> bytes:
     """32 bytes for the contents of the tensors that `load_model(path)` would load. See `fingerprint`."""
     cache_dir = cache_dir or default_cache_dir()
     directory = checkpoint_directory(path, cache_dir=cache_dir, progress=progress)
@@ -98,10 +92,7 @@ def _generation(directory: Path) -> Config | None:
 def _check_path(path: Path) -> None:
     if not path.exists():
         raise ModelNotFound(
-            f"there is no model at {path}; pass a .gguf file, or a directory with {CONFIG_FILE} and "
-            "safetensors"
+            f"there is no model at {path}; pass a .gguf file, or a directory with {CONFIG_FILE} and safetensors"
         )
     if path.is_dir() and not (path / CONFIG_FILE).is_file():
-        raise ModelNotFound(
-            f"{path} has no {CONFIG_FILE}; pass the directory that holds it beside the safetensors"
-        )
+        raise ModelNotFound(f"{path} has no {CONFIG_FILE}; pass the directory that holds it beside the safetensors")

@@ -42,7 +42,6 @@ def find_family(config: Config) -> Family:
     model_type = config.text("model_type", "")
     if model_type not in FAMILIES:
         raise UnsupportedArchitecture(
-            f"{config.origin}: model type {model_type!r} is not supported; "
-            f"supported are {', '.join(sorted(FAMILIES))}"
+            f"{config.origin}: model type {model_type!r} is not supported; supported are {', '.join(sorted(FAMILIES))}"
         )
     return FAMILIES[model_type]

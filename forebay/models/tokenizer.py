@@ -1,54 +1,75 @@
-"""Text to token ids and back, over the `tokenizers` library."""
+"""Text to token ids and back, over the `tokenizers` library.
+
+Going back, a token stands for bytes, not for text: a character may be spread over several tokens. So answers are
+put together as bytes, and text comes out when it is whole characters.
+"""
 
 from __future__ import annotations
 
+import codecs
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer as Library
 
-from forebay.models.errors import CheckpointBroken, ModelNotFound
+from forebay.models.config import read_json
+from forebay.models.errors import CheckpointBroken, ModelNotFound, UnsupportedArchitecture
 
 TOKENIZER_FILE = "tokenizer.json"
-REPLACEMENT = "�"
+SETTINGS_FILE = "tokenizer_config.json"
 SPACE = "▁"
-HELD_TOKENS_MAX = 32
-"""An answer that is no valid UTF-8 for this many tokens never becomes so: it is let through, replaced."""
 
 
 class Tokenizer:
-    """A model's tokenizer. Its methods may be called from any thread."""
+    """A model's tokenizer. Its methods may be called from any thread.
 
-    def __init__(self, library: Library) -> None:
+    `bos` is put before every text where the library's own frame doesn't do it.
+    """
+
+    def __init__(self, library: Library, *, bos: int | None = None) -> None:
         self._library = library
+        self._byte_level = _is_byte_level(library)
         added = library.get_added_tokens_decoder()
-        self._special = {index: token.content for index, token in added.items() if token.special}
+        self._added = {index: token.content for index, token in added.items()}
+        self._special = frozenset(index for index, token in added.items() if token.special)
+        framed = library.encode("", add_special_tokens=True).ids
+        self._bos = bos if bos is not None and bos not in framed else None
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """The tokenizer of a checkpoint directory. Raises ModelNotFound or CheckpointBroken."""
+        """The tokenizer of a checkpoint directory.
+
+        Raises ModelNotFound, CheckpointBroken, UnsupportedArchitecture.
+        """
         file = directory / TOKENIZER_FILE
         if not file.is_file():
             raise ModelNotFound(f"{directory} has no {TOKENIZER_FILE}; copy it from the model's source")
         try:
-            return cls(Library.from_file(str(file)))
+            library = Library.from_file(str(file))
         except Exception as error:  # the library raises bare exceptions
             raise CheckpointBroken(f"{file} is no tokenizer ({error}); restore it from the model's source") from error
+        return cls(library, bos=_wanted_bos(directory, library))
 
     @property
     def vocab_size(self) -> int:
         """How many token ids there are, added tokens included."""
-        return self._library.get_vocab_size(with_added_tokens=True)
+        return int(self._library.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
         """Token ids. With `add_bos` the model's own frame is put around (usually a beginning-of-sequence token);
-        special tokens in the text are recognised either way."""
-        return list(self._library.encode(text, add_special_tokens=add_bos).ids)
+        special tokens in the text are recognised either way. Lone surrogates become U+FFFD."""
+        clean = text.encode("utf-8", "replace").decode() if not text.isascii() else text
+        ids = list(self._library.encode(clean, add_special_tokens=add_bos).ids)
+        return [self._bos, *ids] if add_bos and self._bos is not None else ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, special ones left out."""
-        return str(self._library.decode(list(token_ids), skip_special_tokens=True))
+        """A whole text, special tokens left out: the space that SentencePiece puts before a text is gone again.
+        What continues a text needs `decoder`."""
+        known = [token for token in token_ids if 0 <= token < 2**32]
+        return str(self._library.decode(known, skip_special_tokens=True))
 
     def decoder(self) -> IncrementalDecoder:
         """A decoder for one answer."""
@@ -57,47 +78,73 @@ class Tokenizer:
     def token(self, token_id: int) -> str:
         """One token as people see it, special ones by their name."""
         if token_id in self._special:
-            return self._special[token_id]
-        raw = self._library.id_to_token(token_id)
-        if raw is None:
-            return f"<{token_id}>"
-        if SPACE in raw or raw.startswith("<0x"):
-            return str(raw).replace(SPACE, " ")
-        return str(self._library.decode([token_id], skip_special_tokens=False)) or str(raw)
+            return self._added[token_id]
+        return self.token_bytes(token_id).decode("utf-8", "replace") or f"<{token_id}>"
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to an answer: nothing if it is special or not known."""
+        if token_id in self._special:
+            return b""
+        if token_id in self._added:
+            return self._added[token_id].encode("utf-8", "replace")
+        piece = self._library.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+        if piece is None:
+            return b""
+        if self._byte_level:
+            return bytes(_BYTES[character] for character in piece if character in _BYTES)
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)])
+        return str(piece).replace(SPACE, " ").encode("utf-8", "replace")
 
 
 @dataclass
 class IncrementalDecoder:
-    """Turns tokens into text as they come. What is no whole character yet is held back.
-
-        ids      ... [ context | shown | new ]
-                     ^_start   ^_shown          text(start..) begins with text(start..shown)
-
-    A few shown tokens stay as context, since the first token after a cut may lose its space.
-    """
+    """Turns tokens into text as they come. What is no whole character yet is held back: at most three bytes."""
 
     tokenizer: Tokenizer
-    _ids: list[int] = field(default_factory=list)
-    _start: int = 0
-    _shown: int = 0
+    _utf8: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Text that these tokens complete."""
-        self._ids.extend(token_ids)
-        text = self._news()
-        if text.endswith(REPLACEMENT) and len(self._ids) - self._shown < HELD_TOKENS_MAX:
-            return ""
-        self._start, self._shown = self._shown, len(self._ids)
-        return text
+        return self._utf8.decode(b"".join(map(self.tokenizer.token_bytes, token_ids)))
 
     def flush(self) -> str:
         """What is left at the end, damaged characters replaced."""
-        text = self._news()
-        self._start = self._shown = len(self._ids)
-        return text
+        return self._utf8.decode(b"", final=True)
 
-    def _news(self) -> str:
-        if self._shown == len(self._ids):
-            return ""
-        before = self.tokenizer.decode(self._ids[self._start : self._shown])
-        return self.tokenizer.decode(self._ids[self._start :])[len(before) :]
+
+def _byte_table() -> dict[str, int]:
+    """The characters by which byte-level BPE writes bytes: printable ones stand for themselves, the others for
+    characters from U+0100 on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in plain}
+    hidden = [byte for byte in range(256) if byte not in set(plain)]
+    return table | {chr(0x100 + index): byte for index, byte in enumerate(hidden)}
+
+
+_BYTES = _byte_table()
+
+
+def _is_byte_level(library: Library) -> bool:
+    """Whether pieces are written in bytes' characters, or as SentencePiece writes them. Raises
+    UnsupportedArchitecture for what is neither."""
+    decoder: dict[str, Any] = json.loads(library.decoder.__getstate__()) if library.decoder is not None else {}
+    kinds = {str(part.get("type")) for part in decoder.get("decoders", [decoder])}
+    if "ByteLevel" in kinds:
+        return True
+    if kinds & {"ByteFallback", "Metaspace"}:
+        return False
+    raise UnsupportedArchitecture(
+        f"a tokenizer that decodes by {', '.join(sorted(kinds))} is not supported; use a model with a byte-level or "
+        "SentencePiece tokenizer"
+    )
+
+
+def _wanted_bos(directory: Path, library: Library) -> int | None:
+    """The token that the settings want before every text. Older checkpoints say so only there."""
+    settings = read_json(directory / SETTINGS_FILE) if (directory / SETTINGS_FILE).is_file() else {}
+    if settings.get("add_bos_token") is not True:
+        return None
+    bos = settings.get("bos_token")
+    name = bos.get("content") if isinstance(bos, dict) else bos
+    return library.token_to_id(name) if isinstance(name, str) else None

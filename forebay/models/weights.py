@@ -42,9 +42,7 @@ def weight_files(directory: Path) -> list[Path]:
         )
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
-        raise CheckpointBroken(
-            f"{directory} lacks {', '.join(missing[:3])}, which its index names; download it again"
-        )
+        raise CheckpointBroken(f"{directory} lacks {', '.join(missing[:3])}, which its index names; download it again")
     return [directory / name for name in names]
 
 
@@ -55,9 +53,7 @@ def open_safetensors(path: Path) -> Iterator[safe_open]:
         with safe_open(str(path), framework="pt") as file:
             yield file
     except SafetensorError as error:
-        raise CheckpointBroken(
-            f"{path} is cut short or damaged ({error}); download it again"
-        ) from error
+        raise CheckpointBroken(f"{path} is cut short or damaged ({error}); download it again") from error
     except OSError as error:
         raise CheckpointBroken(f"{path} can't be read: {error}") from error
 
@@ -65,9 +61,7 @@ def open_safetensors(path: Path) -> Iterator[safe_open]:
 class Weights:
     """The tensors of a checkpoint, by name without the family's outer prefix (`layers.0.mlp...`, `lm_head...`)."""
 
-    def __init__(
-        self, directory: Path, *, dtype: torch.dtype, device: torch.device, progress: Progress | None
-    ) -> None:
+    def __init__(self, directory: Path, *, dtype: torch.dtype, device: torch.device, progress: Progress | None) -> None:
         self.directory, self.dtype, self.device = directory, dtype, device
         self._progress = progress
         self._taken = 0

@@ -105,9 +105,7 @@ def test_decodes_are_split_when_a_gather_would_be_too_large(monkeypatch: pytest.
     assert_as_defined(make_case([(1, 40), (1, 41), (1, 300)]))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "within"), [(torch.float32, 1e-5), (torch.float64, 1e-12), (torch.bfloat16, 0.03)]
-)
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-5), (torch.float64, 1e-12), (torch.bfloat16, 0.03)])
 @pytest.mark.parametrize("window", [None, 24])
 def test_every_dtype(dtype: torch.dtype, within: float, window: int | None) -> None:
     case = make_case([(40, 30), (1, 40), (1, 44)], window=window, dtype=dtype)
@@ -136,8 +134,6 @@ def test_bytes_outside_the_window_and_past_the_end_have_no_influence() -> None:
     shared=st.integers(1, 3),
     kv_heads=st.integers(1, 2),
 )
-def test_any_batch(
-    sequences: list[tuple[int, int]], window: int | None, shared: int, kv_heads: int
-) -> None:
+def test_any_batch(sequences: list[tuple[int, int]], window: int | None, shared: int, kv_heads: int) -> None:
     shape = Shape(shared * kv_heads, kv_heads, 4)
     assert_as_defined(make_case(sequences, shape, window=window), window=window)

@@ -79,9 +79,7 @@ class Runner:
         self.groups = model.info.kv_groups
         self.pools = model.new_pools({group.name: blocks for group in self.groups})
         rng = torch.Generator().manual_seed(seed)
-        self._free = {
-            group.name: torch.randperm(blocks, generator=rng).tolist() for group in self.groups
-        }
+        self._free = {group.name: torch.randperm(blocks, generator=rng).tolist() for group in self.groups}
         self._tables: dict[tuple[int, str], list[int]] = {}
         self._done: dict[int, int] = {}
 
@@ -89,10 +87,7 @@ class Runner:
         """Feed each sequence its next tokens, all in one batch. Returns the logits of every row."""
         sequences = [(list(ids), self._done.get(key, 0)) for key, ids in pieces.items()]
         tables = {
-            group.name: [
-                self._grow(key, group, self._done.get(key, 0) + len(ids))
-                for key, ids in pieces.items()
-            ]
+            group.name: [self._grow(key, group, self._done.get(key, 0) + len(ids)) for key, ids in pieces.items()]
             for group in self.groups
         }
         rows = sum(len(ids) for ids, _ in sequences)

@@ -30,9 +30,7 @@ VARIANTS: dict[str, Callable[[Path], Path]] = {
     "gemma3-window-of-a-block": partial(checkpoints.tiny_gemma3, window=16),
     "gemma3-logit-cap": partial(checkpoints.tiny_gemma3, final_logit_softcapping=8.0),
     "gemma3-untied": partial(checkpoints.tiny_gemma3, tie_word_embeddings=False),
-    "qwen3-one-kv-head-tied": partial(
-        checkpoints.tiny_qwen3, num_key_value_heads=1, tie_word_embeddings=True
-    ),
+    "qwen3-one-kv-head-tied": partial(checkpoints.tiny_qwen3, num_key_value_heads=1, tie_word_embeddings=True),
     "llama-no-sharing": partial(checkpoints.tiny_llama, num_key_value_heads=4),
     "llama-biases": partial(checkpoints.tiny_llama, attention_bias=True, mlp_bias=True),
     "llama-sharded": partial(checkpoints.tiny_llama, shard_size="100KB"),
@@ -115,11 +113,7 @@ def test_sequences_of_all_lengths_in_one_batch(checkpoint: Path) -> None:
     at = dict.fromkeys(prompts, 0)
     strides = {0: 1, 1: 33, 2: 1, 3: 7, 4: 16}
     while any(at[key] < len(ids) for key, ids in prompts.items()):
-        pieces = {
-            key: ids[at[key] : at[key] + strides[key]]
-            for key, ids in prompts.items()
-            if at[key] < len(ids)
-        }
+        pieces = {key: ids[at[key] : at[key] + strides[key]] for key, ids in prompts.items() if at[key] < len(ids)}
         logits = runner.step(pieces)
         sizes = [len(piece) for piece in pieces.values()]
         for (key, piece), rows in zip(pieces.items(), logits.split(sizes), strict=True):
