@@ -19,8 +19,8 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from forebay.models.config import read_json
 from forebay.models.errors import ChatTemplateError, CheckpointBroken, NoChatTemplate
+from forebay.models.json_file import read_json
 
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"

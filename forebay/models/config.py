@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forebay.models.errors import CheckpointBroken, ModelNotFound, UnsupportedArchitecture
+from forebay.models.errors import CheckpointBroken, UnsupportedArchitecture
+from forebay.models.json_file import read_json
 from forebay.models.layers import Llama3Scaling, Rope
 
 CONFIG_FILE = "config.json"
-MAX_JSON_BYTES = 256 * 2**20
 
 
 class Config:
@@ -79,25 +78,6 @@ class Config:
     def unsupported(self, why: str) -> UnsupportedArchitecture:
         """An error about a setting that no family here computes."""
         return UnsupportedArchitecture(f"{self.origin}: {why}; choose another model")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ModelNotFound or CheckpointBroken."""
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointBroken(f"{path} is over {MAX_JSON_BYTES} bytes; it can't be right")
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise ModelNotFound(
-            f"{path} does not exist; pass a .gguf file, or a directory with config.json and safetensors"
-        ) from error
-    except OSError as error:
-        raise CheckpointBroken(f"{path} can't be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointBroken(f"{path} is not valid JSON ({error}); restore it from the model's source") from error
-    if not isinstance(value, dict):
-        raise CheckpointBroken(f"{path} must hold a JSON object; restore it from the model's source")
-    return value
 
 
 def read_config(directory: Path) -> Config:

@@ -10,9 +10,10 @@ import torch
 from forebay.models import fingerprint
 from forebay.models.base import CausalLM, ModelInfo
 from forebay.models.cache_dir import default_cache_dir
-from forebay.models.config import CONFIG_FILE, Config, read_config, read_json
+from forebay.models.config import CONFIG_FILE, Config, read_config
 from forebay.models.convert import convert_gguf, read_gguf_config
 from forebay.models.errors import ModelNotFound, UnsupportedArchitecture
+from forebay.models.json_file import read_json
 from forebay.models.registry import find_family, text_config
 from forebay.models.weights import Progress, Weights
 

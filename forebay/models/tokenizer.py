@@ -15,8 +15,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as Library
 
-from forebay.models.config import read_json
 from forebay.models.errors import CheckpointBroken, ModelNotFound, UnsupportedArchitecture
+from forebay.models.json_file import read_json
 
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE = "tokenizer_config.json"

@@ -10,8 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from forebay.models.config import read_json
 from forebay.models.errors import CheckpointBroken, ModelNotFound, UnsupportedArchitecture
+from forebay.models.json_file import read_json
 from forebay.models.layers import Linear, accumulate_dtype
 
 SINGLE_FILE = "model.safetensors"
