@@ -33,7 +33,7 @@ class Child:
             command += ["--lock-fd", str(lock_fd)]
             inherited.append(lock_fd)
         # It imports from where we import, an out-of-tree tier's module too, and not from the working directory.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=inherited, env=environment

@@ -77,7 +77,7 @@ class TierConformance:
         stored = driver.finish([driver.store_job(chunk) for chunk in chunks])
         assert all(result.ok for result in stored.values())
         loads = []
-        for chunk in chunks + [numbered(99)]:
+        for chunk in [*chunks, numbered(99)]:
             at = driver.pool.slot(len(chunk.payload))
             loads.append(LoadJob(driver.next_id(), chunk.id, 0, at, len(chunk.payload), 10.0))
         results = driver.finish(loads)

@@ -11,6 +11,7 @@ import pytest
 from forebay.tiers.fs.tier import FsTier
 from forebay.tiers.host import TierHost
 from forebay.tiers.memory import MemoryTier
+from forebay.tiers.messages import OptionValue
 from tests.tiers.conformance import MakeDriver, TierConformance
 from tests.tiers.support import Driver, Engine, InProcess, OwnProcess, Pool
 
@@ -60,7 +61,7 @@ class TestFsTierInItsOwnProcess(TierConformance):
     def make_driver(self, pool: Pool, tmp_path: Path) -> Iterator[MakeDriver]:
         def make(quota: int) -> Engine:
             def host(**callbacks: Any) -> TierHost:
-                options = {"directory": str(tmp_path / "fs"), "quota_bytes": quota}
+                options: dict[str, OptionValue] = {"directory": str(tmp_path / "fs"), "quota_bytes": quota}
                 return TierHost("f", "fs", options, **callbacks)
 
             return OwnProcess(host, pool)

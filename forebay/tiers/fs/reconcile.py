@@ -59,6 +59,7 @@ def announce(shelf: Shelf) -> Iterator[Leaf]:
             told += 1
             if told % ANNOUNCE_STEP == 0:
                 yield Leaf(ANNOUNCE_STEP, 0, 0, 0)
+    shelf.all_announced()
 
 
 def reconcile(shelf: Shelf) -> Iterator[Leaf]:

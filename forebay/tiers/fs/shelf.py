@@ -56,6 +56,9 @@ class Shelf:
         self._pins_lock = threading.Lock()
         self._touches: dict[ChunkId, bool] = {}
         self._touches_lock = threading.Lock()
+        # What this process has told of already, until everything older has been announced as well.
+        self._announcing = True
+        self._told: set[ChunkId] = set()
         self.counts: Counter[str] = Counter()
 
     def _stripe(self, chunk: ChunkId) -> threading.Lock:
@@ -124,6 +127,8 @@ class Shelf:
                 self.device.remove(path)  # or nobody would count its bytes
                 raise
             self.ledger.move(stored=record.disk - replaced.stored, leaving=-replaced.leaving, reserved=-reserved)
+            if self._announcing:
+                self._told.add(chunk)
             self._outbox.change(TierChange(chunk, True, "", header_block(front.block)))
 
     def adopt(self, chunk: ChunkId) -> bool:
@@ -143,6 +148,8 @@ class Shelf:
                 return False
             self.manifest.commit(chunk, record_of(front.header, len(front.block), front.disk, cold=False), found=True)
             self.ledger.move(stored=front.disk)
+            if self._announcing:
+                self._told.add(chunk)
             self._outbox.change(TierChange(chunk, True, "", header_block(front.block)))
         self.counts["adopted"] += 1
         return True
@@ -151,14 +158,18 @@ class Shelf:
         """Tell of a chunk that an earlier process stored, if its file is still there and right."""
         path = self.device.paths.chunk(chunk)
         with self._stripe(chunk):
-            with self.manifest.reading() as view:
-                if view.get(chunk) is None:
-                    return
+            if chunk in self._told or self.manifest.get(chunk) is None:
+                return
             try:
                 front = front_of(self.device, path)
             except (CorruptChunk, OSError):
                 return  # the walk that follows, or a load, finds out what is wrong and acts on it
             self._outbox.change(TierChange(chunk, True, "", header_block(front.block)))
+
+    def all_announced(self) -> None:
+        """Everything that an earlier process left has been told of."""
+        self._announcing = False
+        self._told.clear()
 
     # --- going -----------------------------------------------------------------------------------------
 

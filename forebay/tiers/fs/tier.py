@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from itertools import chain
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 
 import lmdb
 
@@ -133,7 +133,8 @@ class FsTier(SecondaryTier):
     def _start_keeper(self) -> None:
         """Without a manifest nothing is reserved until the walk has counted what is on the disk."""
         shelf = self._shelf
-        self._keeper = Keeper(shelf, self._outbox, self._state, chain(announce(shelf), reconcile(shelf)), fast=bool(self._rebuilt))
+        walk = chain(announce(shelf), reconcile(shelf))
+        self._keeper = Keeper(shelf, self._outbox, self._state, walk, fast=bool(self._rebuilt))
         if self._rebuilt:
             shelf.ledger.open = False
             until = time.monotonic() + REBUILD_FIRST_S

@@ -1,0 +1,113 @@
+"""Tiers that misbehave, for the tests of the process and its host. Loaded as `module:Class`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from forebay.errors import NoSpace
+from forebay.tiers.base import ChunkId, JobResult, LoadJob, LookupResult, Query, StoreJob
+from forebay.tiers.errors import TierFailed
+from forebay.tiers.memory import MemoryTier
+
+
+class Plain(MemoryTier):
+    """A memory tier that takes no options."""
+
+    def __init__(self, name: str, options: Mapping[str, object]) -> None:
+        super().__init__(name, {})
+
+
+class Raising(Plain):
+    """Every call raises."""
+
+    def lookup(self, queries: Sequence[Query]) -> list[LookupResult]:
+        raise RuntimeError("lookup")
+
+    def submit_store(self, job: StoreJob) -> None:
+        raise RuntimeError("store")
+
+    def submit_load(self, job: LoadJob) -> None:
+        raise RuntimeError("load")
+
+    def forget(self, chunks: Sequence[ChunkId], reason: str) -> None:
+        raise RuntimeError("forget")
+
+
+class Sleeping(Plain):
+    """Takes jobs and never finishes one; writes into the slot of a load for as long as it lives."""
+
+    def submit_store(self, job: StoreJob) -> None:
+        pass
+
+    def submit_load(self, job: LoadJob) -> None:
+        pass
+
+
+class Stuck(Plain):
+    """The first store never returns, so its process answers nobody any more."""
+
+    def submit_store(self, job: StoreJob) -> None:
+        time.sleep(3600)
+
+
+class Slow(Plain):
+    """Answers `retry` until it has been asked ten times; calls no waker."""
+
+    asked = 0
+
+    def lookup(self, queries: Sequence[Query]) -> list[LookupResult]:
+        self.asked += 1
+        return [LookupResult("retry")] * len(queries) if self.asked < 10 else super().lookup(queries)
+
+
+class Never(Plain):
+    """Always `retry`."""
+
+    def lookup(self, queries: Sequence[Query]) -> list[LookupResult]:
+        return [LookupResult("retry")] * len(queries)
+
+
+class Suicidal(Plain):
+    """Dies of the first store."""
+
+    def submit_store(self, job: StoreJob) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Failing(Plain):
+    """Can't go on after the first store."""
+
+    broken = False
+
+    def submit_store(self, job: StoreJob) -> None:
+        self.broken = True
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        if self.broken:
+            raise TierFailed("my manifest is broken")
+        return super().get_finished_jobs()
+
+
+class Full(Plain):
+    """Can't start."""
+
+    def __init__(self, name: str, options: Mapping[str, object]) -> None:
+        raise NoSpace("the disk is full: free some")
+
+
+class Bug(Plain):
+    """Can't start, and nobody foresaw why."""
+
+    def __init__(self, name: str, options: Mapping[str, object]) -> None:
+        raise ZeroDivisionError
+
+
+class Chatty(Plain):
+    """Reports each result twice, and one that nobody asked for."""
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        results = list(super().get_finished_jobs())
+        return [*results, *results, JobResult(123_456, True)] if results else []

@@ -1,0 +1,537 @@
+"""What the daemon can rely on: jobs finish once and never too early, and no tier stops its loop."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from forebay.errors import AlreadyRunning, ConfigError, ForebayError, NoSpace, NotWritable, ResourceError
+from forebay.tiers.base import JobResult, LoadJob, StoreJob, TierChange
+from forebay.tiers.host import HostLimits, TierHost
+from forebay.tiers.supervise import Patience
+from tests.tiers.support import Made, Pool, make_chunk, numbered
+
+ODD = "tests.tiers.odd_tiers:"
+HASTY = Patience(heartbeat_s=0.1, hang_s=0.5, stop_s=1.0, store_s=30.0, backoff_first_s=0.05, backoff_max_s=0.2)
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, None]], None]:
+    return asyncio.run if request.param == "asyncio" else uvloop.run
+
+
+@dataclass
+class Watched:
+    """A host and what it told, with the time and whether its process lived then."""
+
+    pool: Pool
+    host: TierHost = field(init=False)
+    results: list[JobResult] = field(default_factory=list)
+    changes: list[TierChange] = field(default_factory=list)
+    downs: list[str] = field(default_factory=list)
+    alive_when_told: list[bool] = field(default_factory=list)
+    suspect: int = 0
+
+    def finished(self, results: list[JobResult]) -> None:
+        self.results.extend(results)
+        self.alive_when_told.extend(process_exists(self.suspect) for _ in results)
+
+    def store_job(self, number: int, chunk: Made) -> StoreJob:
+        return StoreJob(number, chunk.id, chunk.header.parent, 0, self.pool.put(chunk), chunk.length)
+
+    def load_job(self, number: int, chunk: Made, deadline_s: float = 10.0) -> LoadJob:
+        at = self.pool.slot(len(chunk.payload))
+        return LoadJob(number, chunk.id, 0, at, len(chunk.payload), deadline_s)
+
+    async def until(self, true: Callable[[], bool], timeout_s: float = 15.0) -> None:
+        end = time.monotonic() + timeout_s
+        while not true():
+            assert time.monotonic() < end, "waited too long"
+            await asyncio.sleep(0.01)
+
+    async def kill_and_wait(self) -> None:
+        """Kill the tier's process and wait for its successor."""
+        pid = self.host.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await self.until(lambda: self.host.alive and self.host.pid != pid)
+
+    def ids(self) -> list[int]:
+        return [result.id for result in self.results]
+
+
+def process_exists(pid: int) -> bool:
+    return pid > 0 and os.path.exists(f"/proc/{pid}")
+
+
+@asynccontextmanager
+async def hosted(
+    pool: Pool, kind: str, options: dict[str, Any] | None = None, **arguments: Any
+) -> AsyncIterator[Watched]:
+    watched = Watched(pool)
+    watched.host = TierHost(
+        "t", kind, options or {}, on_finished=watched.finished, on_changes=watched.changes.extend,
+        on_down=watched.downs.append, **{"patience": HASTY, **arguments},
+    )  # fmt: skip
+    await watched.host.start({0: pool.descriptor})
+    watched.suspect = watched.host.pid or 0
+    try:
+        yield watched
+    finally:
+        await watched.host.stop()
+
+
+# --- death and hanging -------------------------------------------------------------------------------------
+
+
+def test_a_hung_process_is_killed_and_its_jobs_end_only_after_its_death(
+    pool: Pool, run: Callable[..., None]
+) -> None:
+    async def scenario() -> None:
+        async with hosted(pool, "memory") as w:
+            os.kill(w.suspect, signal.SIGSTOP)
+            w.host.store([w.store_job(1, make_chunk())])
+            w.host.load([w.load_job(2, make_chunk())])
+            await asyncio.sleep(0.3)
+            assert w.results == [], "nothing may be reported while the process could still write"
+            await w.until(lambda: len(w.results) == 2)
+            assert {(r.id, r.ok, r.reason) for r in w.results} == {(1, False, "io"), (2, False, "io")}
+            assert w.alive_when_told == [False, False]
+            await w.until(lambda: w.host.alive)
+            assert w.host.pid != w.suspect
+            assert w.host.statistics()["host.hangs"] == 1
+            assert w.host.statistics()["host.restarts"] == 1
+            assert len(w.downs) == 1
+
+    run(scenario())
+
+
+def test_a_process_whose_loop_is_stuck_is_replaced(pool: Pool, run: Callable[..., None]) -> None:
+    async def scenario() -> None:
+        async with hosted(pool, ODD + "Stuck") as w:
+            w.host.store([w.store_job(1, make_chunk())])
+            await w.until(lambda: w.ids() == [1])
+            assert w.alive_when_told == [False]
+            await w.until(lambda: w.host.alive)
+
+    run(scenario())
+
+
+def test_jobs_that_a_living_tier_sits_on_are_ended_by_its_death(pool: Pool, run: Callable[..., None]) -> None:
+    async def scenario() -> None:
+        async with hosted(pool, ODD + "Sleeping") as w:
+            w.host.load([w.load_job(1, make_chunk(), deadline_s=0.2)])
+            await w.until(lambda: w.ids() == [1])
+            assert (w.results[0].reason, w.alive_when_told) == ("io", [False])
+
+    run(scenario())
+
+
+def test_a_killed_process_comes_back_with_its_extents_and_namespaces(
+    pool: Pool, tmp_path: Path, run: Callable[..., None]
+) -> None:
+    async def scenario() -> None:
+        chunk, directory = make_chunk(), tmp_path / "fs"
+        async with hosted(pool, "fs", {"directory": str(directory)}) as w:
+            w.host.note_namespace(b"n" * 32, b"what it is")
+            w.host.store([w.store_job(1, chunk)])
+            await w.until(lambda: w.ids() == [1])
+            for number in (10, 11, 12):
+                await w.kill_and_wait()
+                job = w.load_job(number, chunk)
+                w.host.load([job])
+                await w.until(lambda: len(w.results) == number - 8)  # noqa: B023 - awaited in this round
+                assert w.results[-1].ok, w.results[-1].reason
+                at = job.payload_offset
+                assert pool.memory[at : at + len(chunk.payload)] == chunk.payload
+            assert (directory / "namespaces" / (b"n" * 32).hex()).read_bytes() == b"what it is"
+
+    run(scenario())
+
+
+def test_restarts_back_off_further_each_time(pool: Pool) -> None:
+    async def scenario() -> None:
+        pauses: list[float] = []
+
+        async def sleep(seconds: float) -> None:
+            if seconds != patience.heartbeat_s:
+                pauses.append(seconds)
+            await asyncio.sleep(0.01 if seconds != patience.heartbeat_s else seconds)
+
+        patience = Patience(heartbeat_s=0.777, backoff_first_s=1.0, backoff_max_s=5.0)
+        async with hosted(pool, ODD + "Suicidal", patience=patience, sleep=sleep) as w:
+            for number in range(4):
+                w.host.store([w.store_job(number, make_chunk())])
+                await w.until(lambda: len(w.results) == number + 1)  # noqa: B023 - awaited in this round
+                await w.until(lambda: w.host.alive)
+            assert pauses == [1.0, 2.0, 4.0, 5.0]
+
+    asyncio.run(scenario())
+
+
+def test_without_a_process_stores_fail_lookups_miss_and_forgets_wait(pool: Pool, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        slow = Patience(backoff_first_s=1.0)
+        chunk, other = numbered(1), numbered(2)
+        async with hosted(pool, "fs", {"directory": str(tmp_path)}, patience=slow) as w:
+            w.host.store([w.store_job(1, chunk), w.store_job(2, other)])
+            await w.until(lambda: len(w.results) == 2)
+            os.kill(w.suspect, signal.SIGKILL)
+            await w.until(lambda: not w.host.alive)
+            w.host.store([w.store_job(3, chunk)])
+            assert len(w.results) == 2, "never called from inside"
+            await w.until(lambda: len(w.results) == 3)
+            assert w.results[-1].reason == "io"
+            assert (await w.host.lookup([chunk.query()], 1.0))[0].outcome == "miss"
+            w.host.forget([chunk.id], "cleared")
+            cleared = asyncio.create_task(w.host.clear(b"o" * 32))
+            await w.until(lambda: w.host.alive)
+            assert await cleared == 0
+            found = await w.host.lookup([chunk.query(), other.query()], 1.0)
+            assert [f.outcome for f in found] == ["miss", "hit"]
+
+    asyncio.run(scenario())
+
+
+def test_a_tier_that_gives_up_is_started_anew(pool: Pool) -> None:
+    async def scenario() -> None:
+        async with hosted(pool, ODD + "Failing") as w:
+            w.host.store([w.store_job(1, make_chunk())])
+            await w.until(lambda: w.ids() == [1])
+            assert not w.results[0].ok
+            await w.until(lambda: w.host.alive and w.host.pid != w.suspect)
+
+    asyncio.run(scenario())
+
+
+def test_stop_reports_what_was_open_and_leaves_no_process(pool: Pool, run: Callable[..., None]) -> None:
+    async def scenario() -> None:
+        async with hosted(pool, ODD + "Sleeping") as w:
+            w.host.store([w.store_job(1, make_chunk())])
+            await w.host.stop()
+            assert [(r.id, r.ok) for r in w.results] == [(1, False)]
+            assert not process_exists(w.suspect)
+
+    run(scenario())
+
+
+def test_stop_kills_a_process_that_does_not_listen(pool: Pool) -> None:
+    async def scenario() -> None:
+        patience = Patience(stop_s=0.3, hang_s=60.0)
+        async with hosted(pool, "memory", patience=patience) as w:
+            os.kill(w.suspect, signal.SIGSTOP)
+            await w.host.stop()
+            assert not process_exists(w.suspect)
+
+    asyncio.run(scenario())
+
+
+def test_stop_lets_queued_stores_that_have_begun_reach_the_disk(pool: Pool, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        chunks = [numbered(i, granule=65536) for i in range(8)]
+        async with hosted(pool, "fs", {"directory": str(tmp_path)}) as w:
+            w.host.store([w.store_job(i, chunk) for i, chunk in enumerate(chunks)])
+            await w.host.stop()
+            assert sorted(w.ids()) == list(range(8))
+            stored = {chunks[r.id].id for r in w.results if r.ok}
+        async with hosted(pool, "fs", {"directory": str(tmp_path)}) as w:
+            found = await w.host.lookup([chunk.query() for chunk in chunks], 1.0)
+            assert {c.id for c, f in zip(chunks, found, strict=True) if f.outcome == "hit"} == stored
+
+    asyncio.run(scenario())
+
+
+# --- budgets -----------------------------------------------------------------------------------------------
+
+
+def test_stores_over_the_budget_are_dropped_and_counted_and_loads_have_their_own(pool: Pool) -> None:
+    async def scenario() -> None:
+        chunks = [numbered(i, granule=16384) for i in range(6)]
+        size = chunks[0].length
+        limits = HostLimits(store_queue_bytes=3 * size, load_queue_bytes=2 * size)
+        async with hosted(pool, ODD + "Sleeping", limits=limits) as w:
+            w.host.store([w.store_job(i, chunk) for i, chunk in enumerate(chunks)])
+            w.host.load([w.load_job(10 + i, chunk) for i, chunk in enumerate(chunks[:4])])
+            assert w.results == [], "never called from inside"
+            await w.until(lambda: len(w.results) == 5)
+            assert {(r.id, r.reason) for r in w.results} == {(i, "dropped") for i in (3, 4, 5, 12, 13)}
+            stats = w.host.statistics()
+            assert (stats["host.stores_dropped"], stats["host.loads_dropped"]) == (3, 2)
+            assert stats["host.store_queue_bytes"] == 3 * size
+
+    asyncio.run(scenario())
+
+
+def test_a_process_that_reads_nothing_fills_a_bounded_buffer_and_blocks_nobody(pool: Pool) -> None:
+    async def scenario() -> None:
+        limits = HostLimits(out_bytes=100_000)
+        async with hosted(pool, "memory", limits=limits, patience=Patience(hang_s=60, stop_s=0.1)) as w:
+            os.kill(w.suspect, signal.SIGSTOP)
+            queries = [numbered(i).query() for i in range(100)]
+            began = time.monotonic()
+            answers = await asyncio.gather(*[w.host.lookup(queries, 0.2) for _ in range(200)])
+            assert time.monotonic() - began < 5
+            assert {found.outcome for answer in answers for found in answer} == {"retry"}
+            assert w.host.statistics()["host.out_bytes"] <= 100_000
+            assert w.host.statistics()["host.requests_refused"] > 0
+            job = w.store_job(0, make_chunk())
+            w.host.store([StoreJob(i, job.chunk, job.parent, 0, job.offset, job.length) for i in range(2000)])
+            await w.until(lambda: len(w.results) > 0)
+            assert {result.reason for result in w.results} == {"dropped"}
+            assert w.host.statistics()["host.jobs_open"] + len(w.results) == 2000
+
+    asyncio.run(scenario())
+
+
+# --- what tiers do wrong -----------------------------------------------------------------------------------
+
+
+def test_exceptions_of_a_tier_fail_the_jobs_and_are_counted(pool: Pool) -> None:
+    async def scenario() -> None:
+        async with hosted(pool, ODD + "Raising") as w:
+            w.host.store([w.store_job(1, make_chunk())])
+            w.host.load([w.load_job(2, make_chunk())])
+            w.host.forget([make_chunk().id], "cleared")
+            await w.until(lambda: len(w.results) == 2)
+            assert {(r.id, r.ok, r.reason) for r in w.results} == {(1, False, "io"), (2, False, "io")}
+            assert (await w.host.lookup([make_chunk().query()], 1.0))[0].outcome == "miss"
+            assert (await w.host.stats()).values["process.exceptions"] == 4
+            assert w.host.pid == w.suspect, "the process lives on"
+
+    asyncio.run(scenario())
+
+
+def test_results_that_come_twice_or_for_nobody_are_told_once(pool: Pool) -> None:
+    async def scenario() -> None:
+        async with hosted(pool, ODD + "Chatty") as w:
+            w.host.store([w.store_job(1, numbered(1)), w.store_job(2, numbered(2))])
+            await w.until(lambda: len(w.results) >= 2)
+            await w.host.stats()
+            assert sorted(w.ids()) == [1, 2]
+
+    asyncio.run(scenario())
+
+
+def test_a_job_outside_of_the_attached_memory_fails_without_touching_the_tier(pool: Pool) -> None:
+    async def scenario() -> None:
+        chunk = make_chunk()
+        async with hosted(pool, "memory") as w:
+            size = len(pool.memory)
+            w.host.load([LoadJob(1, chunk.id, 0, size - 100, 200, 1.0), LoadJob(2, chunk.id, 7, 0, 200, 1.0)])
+            w.host.store([StoreJob(3, chunk.id, chunk.header.parent, 0, size, 4096)])
+            await w.until(lambda: len(w.results) == 3)
+            assert {r.reason for r in w.results} == {"io"}
+
+    asyncio.run(scenario())
+
+
+def test_an_extent_that_is_attached_later_can_be_used(pool: Pool) -> None:
+    async def scenario() -> None:
+        more = Pool(1 << 20)
+        chunk = make_chunk()
+        async with hosted(pool, "memory") as w:
+            w.host.attach(5, more.descriptor)
+            at = more.put(chunk)
+            w.host.store([StoreJob(1, chunk.id, chunk.header.parent, 5, at, chunk.length)])
+            await w.until(lambda: w.ids() == [1])
+            assert w.results[0].ok
+        more.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_hundred_extents_are_attached_at_once(pool: Pool) -> None:
+    async def scenario() -> None:
+        more = [Pool(64 << 10) for _ in range(100)]
+        async with hosted(pool, "memory") as w:
+            await w.host.stop()
+        host = TierHost("t", "memory", {}, on_finished=w.finished, on_changes=w.changes.extend)
+        await host.start({i: extra.descriptor for i, extra in enumerate(more)})
+        chunk = make_chunk()
+        at = more[99].put(chunk)
+        host.store([StoreJob(1, chunk.id, chunk.header.parent, 99, at, chunk.length)])
+        await w.until(lambda: w.ids() == [1])
+        assert w.results[0].ok
+        await host.stop()
+        for extra in more:
+            extra.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_callback_that_raises_costs_no_later_message(pool: Pool) -> None:
+    async def scenario() -> None:
+        async with hosted(pool, "memory") as w:
+
+            def wrong(changes: list[TierChange]) -> None:
+                raise RuntimeError("a mistake of the owner")
+
+            w.host._on_changes = wrong
+            w.host.store([w.store_job(1, make_chunk())])
+            await w.until(lambda: w.ids() == [1])
+            assert w.results[0].ok
+            assert w.host.statistics()["host.callback_errors"] == 1
+
+    asyncio.run(scenario())
+
+
+# --- lookups -----------------------------------------------------------------------------------------------
+
+
+def test_a_lookup_waits_for_an_answer_that_is_not_known_at_once(pool: Pool) -> None:
+    async def scenario() -> None:
+        chunk = make_chunk()
+        async with hosted(pool, ODD + "Slow") as w:
+            w.host.store([w.store_job(1, chunk)])
+            assert (await w.host.lookup([chunk.query()], 5.0))[0].outcome == "hit"
+
+    asyncio.run(scenario())
+
+
+def test_a_lookup_that_takes_too_long_is_retry(pool: Pool) -> None:
+    async def scenario() -> None:
+        async with hosted(pool, ODD + "Never") as w:
+            began = time.monotonic()
+            assert (await w.host.lookup([make_chunk().query()] * 3, 0.3)) == [
+                *await w.host.lookup([make_chunk().query()] * 3, 0.1)
+            ]
+            assert 0.3 <= time.monotonic() - began < 2
+
+    asyncio.run(scenario())
+
+
+def test_lookups_in_flight_when_the_process_dies_are_misses(pool: Pool) -> None:
+    async def scenario() -> None:
+        async with hosted(pool, ODD + "Never") as w:
+            asked = asyncio.create_task(w.host.lookup([make_chunk().query()], 10.0))
+            await asyncio.sleep(0.1)
+            os.kill(w.suspect, signal.SIGKILL)
+            assert (await asked)[0].outcome in ("miss", "retry")
+
+    asyncio.run(scenario())
+
+
+# --- starting ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "error", "words"),
+    [
+        ("nosuch", {}, ConfigError, "module:Class"),
+        ("forebay.nosuch:Tier", {}, ConfigError, "installed"),
+        ("forebay.errors:NoSpace", {}, ConfigError, "SecondaryTier"),
+        ("memory", {"quota_bytes": "many"}, ConfigError, "quota_bytes"),
+        ("memory", {"qouta_bytes": 1}, ConfigError, "qouta_bytes"),
+        ("fs", {"directory": "relative/path"}, ConfigError, "absolute"),
+        ("fs", {"directory": "/nonexistent/parent/dir"}, NotWritable, "create that first"),
+        ("fs", {"directory": "/dev/null/forebay"}, NotWritable, "choose another directory"),
+        (ODD + "Full", {}, NoSpace, "free some"),
+        (ODD + "Bug", {}, ResourceError, "log says more"),
+    ],
+)
+def test_a_tier_that_cannot_start_says_why(
+    pool: Pool, kind: str, options: dict[str, Any], error: type[ForebayError], words: str
+) -> None:
+    async def scenario() -> None:
+        with pytest.raises(error, match=words):
+            async with hosted(pool, kind, options):
+                pass
+
+    asyncio.run(scenario())
+
+
+def test_a_second_store_on_one_directory_is_refused(pool: Pool, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        options = {"directory": str(tmp_path)}
+        async with hosted(pool, "fs", options):
+            with pytest.raises(AlreadyRunning, match="stop it, or give"):
+                async with hosted(pool, "fs", options):
+                    pass
+        async with hosted(pool, "fs", options) as w:
+            assert w.host.alive
+
+    asyncio.run(scenario())
+
+
+# --- ties to the parent ------------------------------------------------------------------------------------
+
+
+def lock_is_free(path: Path) -> bool:
+    with path.open("r") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def test_the_lock_is_held_for_as_long_as_the_process_may_write(pool: Pool, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        path = tmp_path / "lock"
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        async with hosted(pool, "memory", lock_fd=descriptor) as w:
+            links = os.listdir(f"/proc/{w.suspect}/fd")
+            held = {os.readlink(f"/proc/{w.suspect}/fd/{fd}") for fd in links}
+            assert str(path) in held, "the process has the lock itself, not only its parent"
+            assert not lock_is_free(path)
+        assert lock_is_free(path)
+
+    asyncio.run(scenario())
+
+
+_PARENT = """
+import asyncio, os, sys
+from forebay.tiers.host import TierHost
+async def main():
+    host = TierHost("t", "memory", {}, on_finished=print, on_changes=print)
+    await host.start({})
+    print(host.pid, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_process_dies_with_its_parent(stopped: bool) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    if stopped:
+        os.kill(pid, signal.SIGSTOP)  # a process that can't read its socket's end of file
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    end = time.monotonic() + 10
+    while process_exists(pid) and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < end, "the tier's process outlived its parent"
+        time.sleep(0.01)
+
+
+def test_the_process_has_no_torch_and_no_inherited_descriptors(pool: Pool) -> None:
+    async def scenario() -> None:
+        stray = os.open("/dev/null", os.O_RDONLY)
+        os.set_inheritable(stray, True)
+        async with hosted(pool, "memory") as w:
+            maps = Path(f"/proc/{w.suspect}/maps").read_text()
+            assert "torch" not in maps
+            links = {os.readlink(f"/proc/{w.suspect}/fd/{fd}") for fd in os.listdir(f"/proc/{w.suspect}/fd")}
+            assert sum(link.startswith("socket:") for link in links) == 1
+        os.close(stray)
+
+    asyncio.run(scenario())
+
+
