@@ -61,6 +61,16 @@ class _Metadata:
             )
         return value
 
+    def size(self, key: str, default: int | None = None) -> int:
+        """A positive whole number."""
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise CheckpointBroken(
+                f"{self.file.path}: {self.file.architecture}.{key} must be a positive whole number, found "
+                f"{str(value)[:40]!r}; convert the file again from its source"
+            )
+        return value
+
     def has(self, key: str) -> bool:
         return f"{self.file.architecture}.{key}" in self.file.metadata
 
@@ -75,17 +85,17 @@ def gguf_config(file: GGUFFile, rope_factors: tuple[float, ...] = ()) -> dict[st
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointBroken(f"{file.path} has no token_embd.weight; download it again")
-    heads = found.get("attention.head_count")
+    heads, hidden = found.size("attention.head_count"), found.size("embedding_length")
     config: dict[str, Any] = {
         "model_type": _MODEL_TYPES[file.architecture],
         "vocab_size": embedding.shape[0],
-        "hidden_size": found.get("embedding_length"),
-        "intermediate_size": found.get("feed_forward_length"),
-        "num_hidden_layers": found.get("block_count"),
+        "hidden_size": hidden,
+        "intermediate_size": found.size("feed_forward_length"),
+        "num_hidden_layers": found.size("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": found.get("attention.head_count_kv", heads),
-        "head_dim": found.get("attention.key_length", found.get("embedding_length") // max(1, heads)),
-        "max_position_embeddings": found.get("context_length"),
+        "num_key_value_heads": found.size("attention.head_count_kv", heads),
+        "head_dim": found.size("attention.key_length", max(1, hidden // heads)),
+        "max_position_embeddings": found.size("context_length"),
         "rms_norm_eps": found.get("attention.layer_norm_rms_epsilon"),
         "rope_theta": found.get("rope.freq_base", 10_000.0),
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -110,10 +120,10 @@ def _rope_scaling(found: _Metadata, factors: tuple[float, ...]) -> dict[str, Any
 
 def _gemma3_settings(found: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     largest = config["num_hidden_layers"] == _LARGEST_GEMMA3_LAYERS
-    per_head = config["hidden_size"] // max(1, config["num_attention_heads"])
+    per_head = config["hidden_size"] // config["num_attention_heads"]
     pattern = found.get("attention.sliding_window_pattern", 6)
     settings: dict[str, Any] = {
-        "sliding_window": found.get("attention.sliding_window"),
+        "sliding_window": found.size("attention.sliding_window"),
         "query_pre_attn_scalar": per_head if largest else config["head_dim"],
         "rope_theta": found.get("rope.freq_base", 1_000_000.0),
         "rope_local_base_freq": found.get("rope.freq_base_swa", 10_000.0),
