@@ -68,6 +68,7 @@ class Assembled:
                 "requests.running": self.scheduler.running,
                 "requests.loading": self.scheduler.loading,
                 "requests.waiting": self.scheduler.waiting,
+                "inbox.messages": len(self.inbox),
                 "push.incomplete": self.memory.incomplete,
                 "pushes.running": int(self.engine.unsealed),
             }

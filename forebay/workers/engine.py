@@ -34,6 +34,9 @@ from forebay.workers.transfer import Transfer
 DRAINING_PATIENCE_S = 0.05
 """How long a request that lacks blocks waits for copies to the store; then the queued ones are dropped."""
 
+BUSY = "busy"
+"""The whole error of a request that the bounded queue has no room for: a front end makes 429 of it."""
+
 log = logging.getLogger(__name__)
 
 
@@ -186,7 +189,7 @@ class Engine:
             self._parts.scheduler.submit(generation.request)
         except QueueFull:
             self._parts.counters.add("requests.busy")
-            outbox.finished(key, "error", "busy")
+            outbox.finished(key, "error", BUSY)
             return
         root = root_key(self._parts.namespace_id, ask.salt)
         self._parts.memory.holdings.expect(generation.request, root, ask.tenant)

@@ -10,7 +10,8 @@ M = TypeVar("M")
 
 
 class Inbox(Generic[M]):
-    """Many writers, one reader. Bounded by what the writers may have under way, not by itself."""
+    """Many writers, one reader. Its writers keep it bounded: the server refuses requests while it is long, and
+    the transfer thread has as many answers as it was asked for."""
 
     def __init__(self) -> None:
         self._messages: deque[M] = deque()

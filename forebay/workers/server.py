@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from forebay.errors import ProtocolError
 from forebay.ipc.framing import FrameBuffer
 from forebay.ipc.sockets import peer_of
-from forebay.workers.engine import CancelRequest, Disconnected, Submit
+from forebay.workers.engine import BUSY, CancelRequest, Disconnected, Submit
 from forebay.workers.generation import RequestKey
 from forebay.workers.outbox import Batch
 from forebay.workers.protocol import (
@@ -25,6 +25,7 @@ from forebay.workers.protocol import (
     Cancel,
     Describe,
     Description,
+    Finished,
     FromWorker,
     Generate,
     GetWorkerStats,
@@ -50,6 +51,7 @@ class Answers:
     describe: Callable[[], Description]
     stats: Callable[[], WorkerStats]
     step_seconds: Callable[[], float]
+    overloaded: Callable[[], bool]
 
 
 class WorkerServer:
@@ -166,6 +168,9 @@ class _Connection(asyncio.Protocol):
 
     def _answer(self, number: int, message: ToWorker) -> None:
         match message:
+            case Generate() if self._server.answers.overloaded():
+                # The engine is in a step and can't say so itself; what it has not read yet is bounded too.
+                self.send([Finished(id=message.id, attempt=message.attempt, reason="error", error=BUSY)])
             case Generate():
                 self._server.tell(Submit(RequestKey(number, message.id, message.attempt), message))
             case Cancel():

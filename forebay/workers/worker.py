@@ -86,7 +86,7 @@ class Worker:
             loop.add_signal_handler(number, stop.set)
         self._stop = stop
         self._loop = loop
-        answers = Answers(self.boot, self._describe, self._stats, self.parts.engine.step_seconds)
+        answers = Answers(self.boot, self._describe, self._stats, self.parts.engine.step_seconds, self._overloaded)
         self._server = WorkerServer(self.parts.inbox.put, answers)
         self._events.attach(loop)
         if self.parts.transfer is not None:
@@ -120,6 +120,9 @@ class Worker:
     def _send(self, batch: Batch) -> None:
         assert self._server is not None
         self._server.send(batch)
+
+    def _overloaded(self) -> bool:
+        return len(self.parts.inbox) >= 2 * self._config.max_waiting
 
     def _describe(self) -> Description:
         return Description(
