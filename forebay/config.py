@@ -17,16 +17,27 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from forebay.errors import ConfigError
+from forebay.ipc.sockets import socket_path
 
-Parser = Callable[[str], Any]
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of value: how help texts call it, and how its text is read (ValueError says what it takes)."""
+
+    takes: str
+    read: Callable[[str], Any]
+
+    def __call__(self, text: str) -> Any:
+        """The value of a text."""
+        return self.read(text)
+
 
 _SIZES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _SIZES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _TIMES = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-def size(text: str) -> int:
-    """Bytes: 1048576, 512MiB, 2GiB, 10GB."""
+def _size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
     unit = _SIZES.get(match[2].lower()) if match else None
     if match is None or unit is None:
@@ -37,15 +48,14 @@ def size(text: str) -> int:
     return value
 
 
-def duration(text: str) -> float:
-    """Seconds: 500ms, 2s, 5m, 1h."""
+def _duration(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)", text.strip())
     if match is None:
         raise ValueError("takes a duration such as 500ms, 2s or 5m")
     return float(match[1]) * _TIMES[match[2]]
 
 
-def at_least(low: int) -> Parser:
+def at_least(low: int) -> Kind:
     """An integer not below `low`."""
 
     def parse(text: str) -> int:
@@ -53,17 +63,16 @@ def at_least(low: int) -> Parser:
             raise ValueError(f"takes a whole number of at least {low}")
         return int(text)
 
-    return parse
+    return Kind("N", parse)
 
 
-def port(text: str) -> int:
-    """A TCP port."""
+def _port(text: str) -> int:
     if not text.strip().isdigit() or not 0 < int(text) < 65536:
         raise ValueError("takes a port between 1 and 65535")
     return int(text)
 
 
-def one_of(*names: str) -> Parser:
+def one_of(*names: str) -> Kind:
     """One of these words."""
 
     def parse(text: str) -> str:
@@ -71,23 +80,49 @@ def one_of(*names: str) -> Parser:
             raise ValueError(f"takes one of {', '.join(names)}")
         return text
 
-    return parse
+    return Kind("|".join(names), parse)
 
 
-def path(text: str) -> Path:
-    """A path; ~ is the home directory."""
+def _path(text: str) -> Path:
     if not text:
         raise ValueError("takes a path")
     return Path(text).expanduser()
 
 
-def boolean(text: str) -> bool:
-    """true or false."""
+def _boolean(text: str) -> bool:
     if text.lower() in ("true", "yes", "1", "on"):
         return True
     if text.lower() in ("false", "no", "0", "off"):
         return False
     raise ValueError("takes true or false")
+
+
+def _token_ids(text: str) -> list[int]:
+    numbers = [word.strip() for word in text.split(",")]
+    if not all(re.fullmatch(r"\d{1,10}", number) and int(number) < 2**32 for number in numbers):
+        raise ValueError("takes token ids from 0, with commas between")
+    return [int(number) for number in numbers]
+
+
+def _hexadecimal(text: str) -> str:
+    if not re.fullmatch(r"[0-9a-fA-F]*", text):
+        raise ValueError("takes hexadecimal digits")
+    return text.lower()
+
+
+text = Kind("TEXT", str)
+size = Kind("SIZE", _size)
+"""Bytes: 1048576, 512MiB, 2GiB, 10GB."""
+duration = Kind("TIME", _duration)
+"""Seconds: 500ms, 2s, 5m, 1h."""
+port = Kind("PORT", _port)
+path = Kind("PATH", _path)
+"""A path; ~ is the home directory."""
+unix_socket = Kind("PATH", lambda given: socket_path(given).expanduser())
+"""A path, or unix:///path."""
+boolean = Kind("true|false", _boolean)
+token_ids = Kind("N,N,...", _token_ids)
+hexadecimal = Kind("HEX", _hexadecimal)
 
 
 @dataclass(frozen=True)
@@ -96,7 +131,7 @@ class Setting:
     `default` is shown as it is; `shown` replaces it in the help where it is computed."""
 
     name: str
-    parse: Parser
+    parse: Kind
     default: Any
     help: str
     shown: str = ""
@@ -106,6 +141,14 @@ class Setting:
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
+
+    @property
+    def default_text(self) -> str:
+        return self.shown or ("" if self.default is None else str(self.default))
+
+    def variable(self, command: str) -> str:
+        """Its environment variable."""
+        return f"FOREBAY_{command}_{self.name}".upper()
 
 
 class Arguments(argparse.ArgumentParser):
@@ -120,14 +163,15 @@ def add_settings(parser: argparse.ArgumentParser, settings: Sequence[Setting]) -
     """Add a flag for each setting, and --config."""
     parser.add_argument("--config", metavar="FILE", help="TOML file with these settings; flags and environment win")
     for setting in settings:
-        shown = setting.shown or ("" if setting.default is None else str(setting.default))
-        text = setting.help + (f" (default: {shown})" if shown else "")
+        told = setting.help + (f" (default: {setting.default_text})" if setting.default_text else "")
+        told = told.replace("%", "%%")
         if setting.positional:
-            parser.add_argument(setting.name, nargs="?", default=None, help=text)
+            parser.add_argument(setting.name, nargs="?", default=None, help=told)
         elif setting.switch:
-            parser.add_argument(setting.flag, dest=setting.name, action="store_const", const="true", help=text)
+            parser.add_argument(setting.flag, dest=setting.name, action="store_const", const="true", help=told)
         else:
-            parser.add_argument(setting.flag, dest=setting.name, default=None, metavar="X", help=text)
+            takes = setting.parse.takes
+            parser.add_argument(setting.flag, dest=setting.name, default=None, metavar=takes, help=told)
 
 
 def resolve(
@@ -138,7 +182,7 @@ def resolve(
     table = _toml_table(command, settings, flags.get("config"))
     values = {}
     for setting in settings:
-        variable = f"FOREBAY_{command}_{setting.name}".upper()
+        variable = setting.variable(command)
         if flags.get(setting.name) is not None:
             values[setting.name] = _parsed(setting, str(flags[setting.name]), setting.flag)
         elif variable in environment:
@@ -151,11 +195,11 @@ def resolve(
     return values
 
 
-def _parsed(setting: Setting, text: str, where: str) -> Any:
+def _parsed(setting: Setting, given: str, where: str) -> Any:
     try:
-        return setting.parse(text)
+        return setting.parse(given)
     except (ValueError, ConfigError) as error:
-        raise ConfigError(f"{where} {text!r}: {error}") from error
+        raise ConfigError(f"{where} {given!r}: {error}") from error
 
 
 def _toml_text(value: object, where: str) -> str:

@@ -10,15 +10,15 @@ import argparse
 from typing import Any
 
 from forebay.cli.places import cache_dir
-from forebay.config import Setting, add_settings, at_least, duration, path, port, resolve
+from forebay.config import Setting, add_settings, at_least, duration, path, port, resolve, text
 from forebay.errors import ConfigError
 
 SETTINGS = (
-    Setting("worker", str, None, "unix socket of the worker"),
+    Setting("worker", text, None, "unix socket of the worker"),
     Setting("model", path, None, "safetensors directory or GGUF file, for its tokenizer and chat template"),
-    Setting("host", str, "127.0.0.1", "address to serve on; others than loopback need --api-keys"),
+    Setting("host", text, "127.0.0.1", "address to serve on; others than loopback need --api-keys"),
     Setting("port", port, 8000, "port to serve on"),
-    Setting("label", str, "", "the model's name in the API", shown="last part of its path"),
+    Setting("label", text, "", "the model's name in the API", shown="last part of its path"),
     Setting("api_keys", path, None, "file with `KEY TENANT` lines; without it everybody is one tenant"),
     Setting("max_queue", at_least(1), 256, "generations under way; beyond it 429 with Retry-After"),
     Setting("give_up", duration, 120.0, "how long streams wait for a worker to come back", shown="2m"),

@@ -16,50 +16,60 @@ from typing import Any
 
 from forebay.cli.places import default_socket
 from forebay.cli.tables import bytes_text
-from forebay.errors import StoreUnavailable
+from forebay.config import Setting, add_settings, boolean, path, resolve, unix_socket
 from forebay.kvstore.client import StoreClient
+
+SETTINGS = (
+    Setting("socket", unix_socket, None, "check this store's memory", shown="without fs: that in the runtime directory"),
+    Setting("fs", path, None, "check this file tier's directory"),
+    Setting("fs_state_dir", path, None, "where its manifest is", shown="inside the directory"),
+    Setting("repair", boolean, False, "take out what is wrong; files are moved aside", shown="no", switch=True),
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add this command's flags."""
-    parser.add_argument("--socket", help=f"check this store's memory (default without --fs: {default_socket()})")
-    parser.add_argument("--fs", metavar="DIR", help="check this directory")
-    parser.add_argument("--repair", action="store_true", help="take out what is wrong; files are moved aside")
+    add_settings(parser, SETTINGS)
 
 
 def run(flags: dict[str, Any]) -> int:
     """Check; 1 if anything is wrong."""
+    values = resolve("fsck", SETTINGS, flags)
     wrong = 0
-    if flags["fs"]:
-        wrong += _files(Path(flags["fs"]), flags["repair"])
-    if flags["socket"] or not flags["fs"]:
-        wrong += _memory(flags["socket"] or str(default_socket()), flags["repair"])
+    if values["fs"] is not None:
+        wrong += _files(values["fs"], values["fs_state_dir"], values["repair"])
+    if values["socket"] is not None or values["fs"] is None:
+        wrong += _memory(values["socket"] or default_socket(), values["repair"])
     return int(wrong > 0)
 
 
-def _memory(socket: str, repair: bool) -> int:
+def _memory(socket: Path, repair: bool) -> int:
     # Reading a large pool takes a while: the answer comes when it is done.
-    with StoreClient(socket) as client:
-        try:
-            checked = client.check(repair=repair)
-        except StoreUnavailable as error:
-            raise StoreUnavailable(f"the store went away during the check: {error}") from error
+    with StoreClient(str(socket)) as client:
+        checked = client.check(repair=repair)
     for line in checked.damaged:
         print(f"memory: {line}: checksums differ{' (taken out)' if repair else ''}")
     print(f"memory: {checked.chunks} chunks, {bytes_text(checked.bytes)} read, {len(checked.damaged)} damaged")
     return len(checked.damaged)
 
 
-def _files(folder: Path, repair: bool) -> int:
+def _files(folder: Path, state_dir: Path | None, repair: bool) -> int:
     from forebay.tiers.fs.fsck import check_directory
 
-    report = check_directory(folder, repair, _progress if sys.stderr.isatty() else None)
+    terminal = sys.stderr.isatty()
+    report = check_directory(folder, repair, _progress if terminal else None, state_dir=state_dir)
+    if terminal:
+        print(file=sys.stderr)
     for problem in report.problems:
-        print(f"files: {problem}")
-    print(f"files: {report.chunks} chunks, {bytes_text(report.bytes)} read, {len(report.problems)} problems")
-    return len(report.problems)
+        print(f"files: {problem.path}: {problem.why}{' (moved aside)' if problem.repaired else ''}")
+    if report.problem_count > len(report.problems):
+        print(f"files: and {report.problem_count - len(report.problems)} more")
+    print(
+        f"files: {report.chunks} chunks, {bytes_text(report.bytes)} read, {report.problem_count} damaged; "
+        f"{len(report.leftovers)} unfinished, {report.quarantined} moved aside, manifest {report.manifest}"
+    )
+    return report.problem_count
 
 
-def _progress(done: int, total: int) -> None:
-    end = "\n" if done == total else ""
-    print(f"\rchecking {done}/{total}", end=end, file=sys.stderr, flush=True)
+def _progress(files: int, read: int) -> None:
+    print(f"\rchecking: {files} files, {bytes_text(read)}", end="", file=sys.stderr, flush=True)

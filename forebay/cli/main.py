@@ -11,6 +11,7 @@ import importlib
 import logging
 import os
 import sys
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
 from forebay import __version__
@@ -68,16 +69,11 @@ def _run(arguments: list[str]) -> int:
         raise ConfigError(f"there is no command {command!r}; there are {', '.join(COMMANDS)}")
     module = importlib.import_module(f"forebay.cli.{command}")
     parser = Arguments(
-        prog=f"forebay {command}", description=module.__doc__, formatter_class=_formatter(), allow_abbrev=False
+        prog=f"forebay {command}", description=module.__doc__, formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     module.configure(parser)
     return int(module.run(vars(parser.parse_args(arguments[1:]))))
-
-
-def _formatter() -> type:
-    import argparse
-
-    return argparse.RawDescriptionHelpFormatter
 
 
 def _overview() -> str:

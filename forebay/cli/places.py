@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import stat
 import tempfile
 from pathlib import Path
 
+from forebay.config import Setting, unix_socket
 from forebay.errors import NotWritable
 
 
@@ -28,10 +28,10 @@ def default_socket() -> Path:
     return runtime_dir() / "store.sock"
 
 
-def add_socket(parser: argparse.ArgumentParser) -> None:
-    """Add --socket, for commands that ask a store."""
-    where = str(default_socket())
-    parser.add_argument("--socket", default=where, help="the store's unix socket (default: %(default)s)")
+SOCKET = Setting(
+    "socket", unix_socket, default_socket(), "the store's unix socket", shown="store.sock in the runtime directory"
+)
+"""Of commands that ask a store."""
 
 
 def private(folder: Path) -> Path:

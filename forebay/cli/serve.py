@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.cli.places import cache_dir, runtime_dir
 from forebay.cli.tables import bytes_text
-from forebay.config import Setting, add_settings, at_least, boolean, one_of, path, port, resolve, size
+from forebay.config import Setting, add_settings, at_least, boolean, one_of, path, port, resolve, size, text
 from forebay.errors import ConfigError
 from forebay.parent import PARENT_VARIABLE
 
@@ -36,7 +36,7 @@ SHARE_OF_FREE = 2
 SETTINGS = (
     Setting("model", path, None, "safetensors directory or GGUF file", positional=True),
     Setting("demo", boolean, False, "serve Gemma 3 270M from the installed demo package", shown="no", switch=True),
-    Setting("host", str, "127.0.0.1", "address to listen on; other than loopback needs api_keys"),
+    Setting("host", text, "127.0.0.1", "address to listen on; other than loopback needs api_keys"),
     Setting("port", port, 8000, "port to listen on"),
     Setting("memory", size, None, "hard budget of the cache in shared memory", shown="2GiB, or half of what is free"),
     Setting("pool_dir", path, path("/dev/shm"), "where that memory is; a tmpfs"),  # noqa: S108
@@ -44,15 +44,15 @@ SETTINGS = (
     Setting("fs_quota", size, 10 << 30, "hard quota of that directory", shown="10GiB"),
     Setting("no_fs", boolean, False, "keep no files: the cache ends with the command", shown="no", switch=True),
     Setting("dtype", one_of("auto", "float32", "bfloat16", "float16", "float64"), "auto", "of weights, arithmetic, KV"),
-    Setting("device", str, "cpu", "cpu, cuda or cuda:N"),
+    Setting("device", text, "cpu", "cpu, cuda or cuda:N"),
     Setting("device_memory", size, None, "bytes of the worker's block pool", shown="1GiB"),
     Setting("chunk_tokens", at_least(16), None, "tokens of a sealed chunk", shown="256"),
     Setting("threads", at_least(0), None, "compute threads", shown="what torch chooses"),
-    Setting("label", str, None, "the model's name for clients", shown="last part of its path"),
+    Setting("label", text, None, "the model's name for clients", shown="last part of its path"),
     Setting("api_keys", path, None, "file with one `KEY TENANT` a line; without it nobody is asked"),
     Setting("max_queue", at_least(1), None, "requests under way at once; more get 429", shown="256"),
-    Setting("events", str, None, "ZMQ endpoint of the store's KV events, such as tcp://127.0.0.1:5557"),
-    Setting("replay", str, None, "ZMQ endpoint of their replay"),
+    Setting("events", text, None, "ZMQ endpoint of the store's KV events, such as tcp://127.0.0.1:5557"),
+    Setting("replay", text, None, "ZMQ endpoint of their replay"),
 )
 
 _CURL = """try

@@ -12,28 +12,34 @@ import sys
 import time
 from typing import Any
 
-from forebay.cli.places import add_socket
+from forebay.cli.places import SOCKET
 from forebay.cli.tables import bytes_text, figure, table
+from forebay.config import Setting, add_settings, boolean, resolve
 from forebay.kvstore.client import StoreClient
 from forebay.kvstore.protocol import Stats
+
+SETTINGS = (
+    SOCKET,
+    Setting("json", boolean, False, "one JSON object instead of tables", shown="no", switch=True),
+    Setting("watch", boolean, False, "again every second, until interrupted", shown="no", switch=True),
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add this command's flags."""
-    add_socket(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-    parser.add_argument("--watch", action="store_true", help="again every second, until interrupted")
+    add_settings(parser, SETTINGS)
 
 
 def run(flags: dict[str, Any]) -> int:
     """Print the store's figures."""
-    with StoreClient(flags["socket"]) as client:
+    values = resolve("stat", SETTINGS, flags)
+    with StoreClient(str(values["socket"])) as client:
         while True:
             stats = client.stats()
-            if flags["watch"] and sys.stdout.isatty():
+            if values["watch"] and sys.stdout.isatty():
                 print("\033[2J\033[H", end="")
-            print(as_json(stats) if flags["json"] else as_text(stats), flush=True)
-            if not flags["watch"]:
+            print(as_json(stats) if values["json"] else as_text(stats), flush=True)
+            if not values["watch"]:
                 return 0
             time.sleep(1)
 
@@ -54,7 +60,7 @@ def as_text(stats: Stats) -> str:
     used, budget = values.get("host.bytes_used", 0), values.get("host.bytes_budget", 0)
     head = f"store {stats.boot.hex()[:8]}, pid {stats.pid}: {bytes_text(used)} of {bytes_text(budget)} in use"
     parts = [head, ""]
-    parts += [f"  {name}: {text}" for name, text in sorted(stats.info.items())]
+    parts += [f"  {name}: {told}" for name, told in sorted(stats.info.items())]
     for tier in stats.tiers:
         rest = ", ".join(f"{key} {value}" for key, value in tier.items() if key != "name")
         parts.append(f"  tier {tier['name']}: {rest}")

@@ -10,12 +10,12 @@ import argparse
 from typing import Any
 
 from forebay.cli.places import default_socket, private, runtime_dir
-from forebay.config import Setting, add_settings, one_of, path, resolve, size
+from forebay.config import Setting, add_settings, one_of, path, resolve, size, text, unix_socket
 from forebay.kvstore.config import StoreConfig
 
 SETTINGS = (
-    Setting("socket", path, None, "unix socket to serve on, mode 0600", shown="runtime directory"),
-    Setting("socket_group", str, None, "let members of this group connect too (mode 0660)"),
+    Setting("socket", unix_socket, None, "unix socket to serve on, mode 0600", shown="runtime directory"),
+    Setting("socket_group", text, None, "let members of this group connect too (mode 0660)"),
     Setting("memory", size, 2 << 30, "hard budget of the shared-memory pool", shown="2GiB"),
     Setting("extent", size, None, "unit in which memory changes its use", shown="a 64th of memory, 8 to 256 MiB"),
     Setting("pool_dir", path, path("/dev/shm"), "where the pool's files are; a tmpfs"),  # noqa: S108
@@ -23,9 +23,9 @@ SETTINGS = (
     Setting("fs_quota", size, 10 << 30, "hard quota of that directory", shown="10GiB"),
     Setting("fs_state_dir", path, None, "where its manifest is; a local disk", shown="inside the directory"),
     Setting("fsync", one_of("none", "file"), "none", "sync each file before it is published"),
-    Setting("events", str, None, "ZMQ endpoint of KV events, such as tcp://127.0.0.1:5557"),
-    Setting("replay", str, None, "ZMQ endpoint of their replay"),
-    Setting("metrics", str, None, "HOST:PORT of Prometheus metrics, on loopback"),
+    Setting("events", text, None, "ZMQ endpoint of KV events, such as tcp://127.0.0.1:5557"),
+    Setting("replay", text, None, "ZMQ endpoint of their replay"),
+    Setting("metrics", text, None, "HOST:PORT of Prometheus metrics, on loopback"),
 )
 
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from forebay.config import Setting, add_settings, at_least, duration, one_of, path, resolve, size
+from forebay.config import Setting, add_settings, at_least, duration, one_of, path, resolve, size, text
 from forebay.errors import ConfigError
 
 SETTINGS = (
     Setting("model", path, None, "safetensors directory or GGUF file", positional=True),
-    Setting("listen", str, None, "unix socket for front ends, mode 0600"),
-    Setting("store", str, None, "unix socket of the store; none: the cache ends with the process"),
+    Setting("listen", text, None, "unix socket for front ends, mode 0600"),
+    Setting("store", text, None, "unix socket of the store; none: the cache ends with the process"),
     Setting("dtype", one_of("auto", "float32", "bfloat16", "float16", "float64"), "auto", "of weights, arithmetic, KV"),
-    Setting("device", str, "cpu", "cpu, cuda or cuda:N"),
+    Setting("device", text, "cpu", "cpu, cuda or cuda:N"),
     Setting("chunk_tokens", at_least(16), 256, "tokens of a sealed chunk; workers that share a cache agree on it"),
     Setting("device_memory", size, 1 << 30, "bytes of the device block pool", shown="1GiB"),
     Setting("max_tokens", at_least(16), None, "tokens of the full-attention pool, instead of device_memory"),
@@ -27,10 +27,10 @@ SETTINGS = (
     Setting("lookup_deadline", duration, 2.0, "how long a lookup may wait for the store's tiers", shown="2s"),
     Setting("push_queue", size, 256 << 20, "bytes that may wait to be stored; more is dropped", shown="256MiB"),
     Setting("drain", duration, 5.0, "how long a stop waits for the last pushes", shown="5s"),
-    Setting("events", str, None, "ZMQ endpoint of the device pool's KV events"),
-    Setting("replay", str, None, "ZMQ endpoint of their replay"),
+    Setting("events", text, None, "ZMQ endpoint of the device pool's KV events"),
+    Setting("replay", text, None, "ZMQ endpoint of their replay"),
     Setting("threads", at_least(0), 0, "compute threads; 0 leaves it to torch"),
-    Setting("label", str, "", "the model's name for people and topics", shown="last part of its path"),
+    Setting("label", text, "", "the model's name for people and topics", shown="last part of its path"),
 )
 
 

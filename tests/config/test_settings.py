@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from forebay.cli import serve, store, worker
+from forebay.cli import serve, settings_page, store, worker
 from forebay.config import Arguments, Setting, add_settings, at_least, boolean, duration, one_of, path, resolve, size
 from forebay.errors import ConfigError
 
@@ -126,3 +126,8 @@ def test_every_setting_of_a_command_has_a_flag_and_a_help_text(command: Any) -> 
     text = parser.format_help()
     for setting in command.SETTINGS:
         assert (setting.name if setting.positional else setting.flag) in text and setting.help
+
+
+def test_the_settings_page_is_that_of_the_tables() -> None:
+    written = Path(__file__).parents[2] / "docs" / "settings.md"
+    assert written.read_text() == settings_page.page(), "python -m forebay.cli.settings_page > docs/settings.md"
