@@ -11,6 +11,7 @@ from forebay.kvstore.header import (
     ChunkHeader,
     SlotState,
     decode_header,
+    encode_header,
     first_bad_granule,
     header_bytes,
     mark_slot,
@@ -57,6 +58,16 @@ def checked_slot(memory: memoryview, job: StoreJob) -> Slot:
     block = bytearray(memory[:size])
     mark_slot(memoryview(block), SlotState.COMMITTED, 0)
     return Slot(header, bytes(block), memory[size:])
+
+
+def stored_header(block: bytes) -> ChunkHeader:
+    """The header in a block that a tier has stored. Raises CorruptChunk unless it is that to the last bit:
+    the padding and the slot's own fields lie outside of its checksum, and here they can have one value only.
+    """
+    header = decode_header(block)
+    if encode_header(header) != block:
+        raise CorruptChunk("the header's padding or slot fields have changed")
+    return header
 
 
 def granule_bytes(header: ChunkHeader) -> int:

@@ -91,7 +91,8 @@ class TierService:
                 self._guard("forget", lambda: self._tier.forget(chunks, reason))
             case ClearTier(rid=rid, namespace=namespace):
                 count = self._guard("clear", lambda: self._tier.clear(namespace))
-                self._link.send(Cleared(rid, count or 0))
+                if count is not None:  # else it isn't done, and the daemon asks the next process again
+                    self._link.send(Cleared(rid, count))
             case NoteNamespace(namespace=namespace, encoded=encoded):
                 self._guard("note_namespace", lambda: self._tier.note_namespace(namespace, encoded))
             case GetTierStats(rid=rid):

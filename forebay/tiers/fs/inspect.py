@@ -10,7 +10,7 @@ from forebay.kvstore.header import HEADER_BYTES_MAX, ChunkHeader, decode_header,
 from forebay.kvstore.identity import chain
 from forebay.kvstore.layout import ALIGNMENT
 from forebay.tiers.base import ChunkId
-from forebay.tiers.chunks import granule_bytes, verify_payload
+from forebay.tiers.chunks import granule_bytes, stored_header, verify_payload
 from forebay.tiers.fs.device import Device, Expected, disk_bytes
 from forebay.tiers.fs.paths import chunk_of_name
 
@@ -40,10 +40,11 @@ def read_front(device: Device, descriptor: int) -> Front:
         wanted = _BODY_AT + int.from_bytes(block[_LENGTH_AT:_BODY_AT], "little")
         if len(block) < wanted <= HEADER_BYTES_MAX:
             block = device.read_front(descriptor, wanted)
-    header = decode_header(block)
-    size = header_bytes(header.token_count, len(header.extra))
+    size_of = decode_header(block)
+    size = header_bytes(size_of.token_count, len(size_of.extra))
     if len(block) != size:
         block = device.read_front(descriptor, size)
+    header = stored_header(block)
     status = os.fstat(descriptor)
     if status.st_size != size + header.payload_length:
         raise CorruptChunk(f"file of {status.st_size} bytes, its header says {size} + {header.payload_length}")

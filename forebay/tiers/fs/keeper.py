@@ -51,7 +51,7 @@ class Keeper:
 
     def _work(self) -> None:
         healthy_in = HEALTHY_S
-        while not self._closing:
+        while not self._closing and self._outbox.failure is None:
             pause = FLUSH_S if self._walk is None else 0.0 if self._fast else STEP_PAUSE_S
             self._kicked.wait(pause)
             self._kicked.clear()
@@ -59,8 +59,7 @@ class Keeper:
             try:
                 self._round()
             except lmdb.Error as error:
-                self._outbox.fail(error)
-                return
+                self._outbox.manifest_error(error)
             except OSError as error:
                 log.error("the file tier's background work failed, and goes on: %s", error)
             if healthy_in > 0 and (healthy_in := healthy_in - max(pause, STEP_PAUSE_S)) <= 0:

@@ -33,6 +33,11 @@ _ORDER = struct.Struct(">BQ")
 _U64 = struct.Struct("<Q")
 _FIRST_STAMP = 1 << 40
 _BYTES_PER_CHUNK = 1024
+BROKEN = (
+    lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError,
+    lmdb.PanicError, lmdb.BadTxnError,
+)  # fmt: skip
+"""What can't be helped but by building the manifest anew. Anything else (a full disk, say) may pass."""
 
 
 @dataclass(frozen=True, slots=True)

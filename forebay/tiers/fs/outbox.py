@@ -6,13 +6,17 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+import lmdb
+
 from forebay.tiers.base import JobResult, TierChange
+from forebay.tiers.fs.complaints import complain
+from forebay.tiers.fs.manifest import BROKEN
 
 CHANGES_MAX = 1 << 14
 
 
 class Outbox:
-    """Results and changes in the order in which they became true. `failure` ends the tier (see `TierFailed`)."""
+    """Results and changes in the order in which they became true. `failure` ends the tier (`TierFailed`)."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -40,10 +44,12 @@ class Outbox:
         self._changes.append(change)
         self._wake()
 
-    def fail(self, error: Exception) -> None:
-        """The tier can't go on."""
-        self.failure = self.failure or error
-        self._wake()
+    def manifest_error(self, error: lmdb.Error) -> None:
+        """The manifest said no: for good if it is broken, and then the tier can't go on."""
+        complain("manifest", "the manifest: %s", error)
+        if isinstance(error, BROKEN):
+            self.failure = self.failure or error
+            self._wake()
 
     def wait_for_room(self) -> None:
         """Block until the loop has caught up with the changes. Not for the loop's own thread."""

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import lmdb
 
 from forebay.errors import CorruptChunk
-from forebay.kvstore.header import ChunkHeader, decode_header
+from forebay.kvstore.header import ChunkHeader
 from forebay.kvstore.layout import ALIGNMENT
 from forebay.tiers.base import JobResult, LoadJob
-from forebay.tiers.chunks import verify_payload
+from forebay.tiers.chunks import stored_header, verify_payload
 from forebay.tiers.fs.complaints import complain
 from forebay.tiers.fs.device import AlignedBuffer, Expected, Loaded, reason_of
 from forebay.tiers.fs.inspect import read_front
@@ -46,7 +46,7 @@ class Reader:
             if result.ok and self._clock() > due:
                 result = JobResult(job.id, False, "late")
         except lmdb.Error as error:
-            self._outbox.fail(error)
+            self._outbox.manifest_error(error)
         except Exception:
             log.exception("loading %s failed", job.chunk.key.hex())
         finally:
@@ -100,7 +100,7 @@ class Reader:
         return device.read(descriptor, known, memory, buffer, direct=direct)
 
     def _checked_header(self, job: LoadJob, loaded: Loaded, record: Record | None) -> ChunkHeader:
-        header = decode_header(loaded.block)
+        header = stored_header(loaded.block)
         if (header.group, header.key) != (job.chunk.group, job.chunk.key):
             raise CorruptChunk("the file holds another chunk than its name says")
         if record is not None and (header.parent, header.namespace, header.token_count) != (

@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 
 import lmdb
@@ -29,11 +30,11 @@ from forebay.tiers.base import (
     TierStats,
 )
 from forebay.tiers.errors import TierFailed
-from forebay.tiers.fs.device import Device
+from forebay.tiers.fs.device import Device, disk_bytes
 from forebay.tiers.fs.finder import Finder, HeaderCache
 from forebay.tiers.fs.keeper import Keeper
 from forebay.tiers.fs.ledger import Ledger
-from forebay.tiers.fs.manifest import Manifest
+from forebay.tiers.fs.manifest import BROKEN, Manifest
 from forebay.tiers.fs.namespaces import NamespaceFiles
 from forebay.tiers.fs.opening import directory_id, explained, lock_directory, make_folders
 from forebay.tiers.fs.options import FsOptions, fs_options
@@ -53,7 +54,6 @@ log = logging.getLogger("forebay.tier.fs")
 REBUILD_FIRST_S = 2.0
 """So long a start waits for the walk when there is no manifest; what is left goes on beside normal work."""
 CLOSE_S = 10.0
-_BROKEN = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError, lmdb.BadTxnError)
 
 
 class FsTier(SecondaryTier):
@@ -97,6 +97,7 @@ class FsTier(SecondaryTier):
                 self._leftovers = remove_leftovers(shelf)
                 quarantine.recount()
                 self._namespaces.open()
+                ledger.move(other=disk_bytes(os.fstat(self._lock)))
                 finish_interrupted(shelf)
                 probe(shelf, options.odirect)
                 self._start_keeper()
@@ -119,7 +120,7 @@ class FsTier(SecondaryTier):
                 return self._counted_manifest(ledger), why
             except lmdb.DiskError as error:
                 raise NoSpace(f"no space for the manifest in {self.options.state_path}: {error}") from error
-            except _BROKEN as error:
+            except BROKEN as error:
                 self._state.discard()
                 self._state.manifest.mkdir(mode=0o700)
                 return self._counted_manifest(ledger), f"it can't be read: {error}"
@@ -156,7 +157,11 @@ class FsTier(SecondaryTier):
         self._namespaces.note(namespace, encoded)
 
     def lookup(self, queries: Sequence[Query]) -> list[LookupResult]:
-        return self._finder.lookup(queries)
+        try:
+            return self._finder.lookup(queries)
+        except lmdb.Error as error:
+            self._outbox.manifest_error(error)
+            return [LookupResult("miss")] * len(queries)
 
     def submit_store(self, job: StoreJob) -> None:
         memory = self._extents[job.extent][job.offset : job.offset + job.length]
@@ -194,13 +199,24 @@ class FsTier(SecondaryTier):
         return self._outbox.take_changes()
 
     def forget(self, chunks: Sequence[ChunkId], reason: str) -> None:
-        self._shelf.remove(chunks, reason)
+        with self._noting_errors():
+            self._shelf.remove(chunks, reason)
         self._keeper.kick()
 
     def clear(self, namespace: bytes) -> int:
-        count = self._shelf.remove_namespace(namespace)
+        with self._noting_errors():
+            count = self._shelf.remove_namespace(namespace)
         self._keeper.kick()
         return count
+
+    @contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        """Whoever asks for a removal must not be told that it is done when it isn't: the error goes on."""
+        try:
+            yield
+        except lmdb.Error as error:
+            self._outbox.manifest_error(error)
+            raise
 
     def statistics(self) -> TierStats:
         shelf, ledger = self._shelf, self._shelf.ledger

@@ -54,10 +54,9 @@ class Writer:
         reason = "io"
         try:
             reason = self._store(job, memory)
-        except lmdb.MapFullError:
-            reason = "full"
         except lmdb.Error as error:
-            self._outbox.fail(error)
+            self._outbox.manifest_error(error)
+            reason = "full" if isinstance(error, lmdb.MapFullError | lmdb.DiskError) else "io"
         except Exception:
             log.exception("storing %s failed", job.chunk.key.hex())
         finally:
