@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
 
 import lmdb
@@ -18,8 +19,11 @@ log = logging.getLogger("forebay.tier.fs")
 FLUSH_S = 2.0
 HEALTHY_S = 30.0
 REAP_FILES = 256
+STEP_FILES = 64
+STEP_FOLDERS = 256
 STEP_PAUSE_S = 0.02
-"""Between two folders of a slow walk: all 4,096 take a minute and a half, and the disk hardly notices."""
+"""Between two steps of a slow walk: 200,000 files take a minute, and the disk hardly notices."""
+TRIM_BYTES = 256 << 20
 
 
 class Keeper:
@@ -50,7 +54,7 @@ class Keeper:
         self._kicked.set()
 
     def _work(self) -> None:
-        healthy_in = HEALTHY_S
+        healthy_at = time.monotonic() + HEALTHY_S
         while not self._closing and self._outbox.failure is None:
             pause = FLUSH_S if self._walk is None else 0.0 if self._fast else STEP_PAUSE_S
             self._kicked.wait(pause)
@@ -62,13 +66,13 @@ class Keeper:
                 self._outbox.manifest_error(error)
             except OSError as error:
                 log.error("the file tier's background work failed, and goes on: %s", error)
-            if healthy_in > 0 and (healthy_in := healthy_in - max(pause, STEP_PAUSE_S)) <= 0:
+            if time.monotonic() > healthy_at:
                 self._state.healthy()
 
     def _round(self) -> None:
         if self._walk is not None and not self._closing:
             self.step()
-        if self._shelf.reap(files=REAP_FILES):
+        if self._shelf.reap(files=REAP_FILES) or self.trim():
             self.kick()  # there may be more
         self._rounds += 1
         if self._walk is None or self._rounds % 64 == 0:
@@ -77,15 +81,26 @@ class Keeper:
             self._shelf.quarantine.recount()
 
     def step(self) -> None:
-        """One folder of the walk. What it enters may be over the quota: that leaves at once."""
-        if self._walk is None:
-            return
-        if next(self._walk, None) is None:
-            self._walk = None
-            self._shelf.ledger.open = True
+        """Some folders of the walk, until there was something to do."""
+        files = 0
+        for _ in range(STEP_FOLDERS):
+            if self._walk is None or files >= STEP_FILES:
+                break
+            leaf = next(self._walk, None)
+            if leaf is None:
+                self._walk = None
+                self._shelf.ledger.open = True
+            else:
+                files += leaf.files
+        self.trim()
+
+    def trim(self) -> bool:
+        """Evict some of what is over the quota: a smaller quota than last time, or files that were found.
+
+        False if nothing is over it, or nothing of that can leave.
+        """
         over = self._shelf.ledger.used - self._shelf.ledger.quota
-        if over > 0:
-            self._shelf.evict(over, reason="quota")
+        return over > 0 and self._shelf.evict(min(over, TRIM_BYTES), reason="quota")
 
     def close(self) -> None:
         """Stop, after the present step."""

@@ -238,18 +238,20 @@ class Manifest:
     def commit(self, chunk: ChunkId, record: Record, *, found: bool = False) -> Replaced:
         """The chunk's file is in place. A file that was merely `found` counts as the least recently used."""
         with self._env.begin(write=True) as txn:
-            packed = _pack(chunk)
-            txn.delete(packed, db=self.writing)
-            old = self._remove(txn, chunk)
-            left = txn.pop(packed, db=self.leaving)
-            if found:
-                self._oldest -= 1
-            else:
-                self._newest += 1
-            stamp = self._oldest if found else self._newest
-            data = _encode(record)
-            self._put(txn, packed, data, stamp, record.cold)
-            txn.put(record.parent + packed[KEY_BYTES:], record.unit + chunk.key, db=self.children)
+            return self._commit(txn, chunk, record, found=found)
+
+    def _commit(self, txn: lmdb.Transaction, chunk: ChunkId, record: Record, *, found: bool) -> Replaced:
+        packed = _pack(chunk)
+        txn.delete(packed, db=self.writing)
+        old = self._remove(txn, chunk)
+        left = txn.pop(packed, db=self.leaving)
+        if found:
+            self._oldest -= 1
+        else:
+            self._newest += 1
+        stamp = self._oldest if found else self._newest
+        self._put(txn, packed, _encode(record), stamp, record.cold)
+        txn.put(record.parent + packed[KEY_BYTES:], record.unit + chunk.key, db=self.children)
         return Replaced(old.disk if old else 0, _U64.unpack_from(left)[0] if left else 0)
 
     def _put(self, txn: lmdb.Transaction, packed: bytes, data: bytes, stamp: int, cold: bool) -> None:

@@ -136,9 +136,11 @@ class FsTier(SecondaryTier):
         shelf = self._shelf
         walk = chain(announce(shelf), reconcile(shelf))
         self._keeper = Keeper(shelf, self._outbox, self._state, walk, fast=bool(self._rebuilt))
+        until = time.monotonic() + REBUILD_FIRST_S
+        while time.monotonic() < until and self._keeper.trim():
+            pass
         if self._rebuilt:
             shelf.ledger.open = False
-            until = time.monotonic() + REBUILD_FIRST_S
             while not self._keeper.reconciled and time.monotonic() < until:
                 self._keeper.step()
             if found := shelf.manifest.count():
