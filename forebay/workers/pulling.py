@@ -78,8 +78,8 @@ class Puller:
                 try:
                     pulled = await self._copy_found(pull, found)
                 finally:
-                    if found.lease:
-                        self._client.release([found.lease])
+                    if found.lease:  # soon, not now: the request that waits comes first
+                        loop.call_soon(self._let_go, found.lease)
                 if pulled is not None:
                     return pulled
         except TimeoutError:
@@ -89,12 +89,18 @@ class Puller:
             log.debug("a pull failed: %s", error)
         return nothing
 
+    def _let_go(self, lease: int) -> None:
+        try:
+            self._client.release([lease])
+        except StoreError as error:
+            log.debug("a lease ended with its connection: %s", error)
+
     async def _lookup(self, namespace_id: bytes, pull: Pull, deadline_ms: int) -> Found:
         self._counters.add("lookups")
-        lookup = self._client.lookup(
-            namespace_id, pull.root, pull.tokens, pull.keys, limit=pull.limit, deadline_ms=deadline_ms
-        )
-        return await asyncio.wait_for(lookup, deadline_ms / 1000 + GRACE_S)
+        async with asyncio.timeout(deadline_ms / 1000 + GRACE_S):
+            return await self._client.lookup(
+                namespace_id, pull.root, pull.tokens, pull.keys, limit=pull.limit, deadline_ms=deadline_ms
+            )
 
     async def _copy_found(self, pull: Pull, found: Found) -> Pulled | None:
         """None: something was damaged, ask again."""
