@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 from collections.abc import Sequence
@@ -61,7 +62,10 @@ def table(measures: Sequence[Measure]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     lines = []
     for row in rows:
-        cells = [c.ljust(w) if i in (0, 2, 6, 7) else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            cell.ljust(width) if i in (0, 2, 6, 7) else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
@@ -72,14 +76,9 @@ def _number(value: float | None) -> str:
 
 def machine() -> str:
     """What this ran on, in words."""
-    model = "unknown CPU"
     with open("/proc/cpuinfo", encoding="ascii", errors="replace") as info:
-        for line in info:
-            if line.startswith("model name"):
-                model = line.split(":", 1)[1].strip()
-                break
-    cores = sum(1 for line in open("/proc/cpuinfo", encoding="ascii", errors="replace") if line.startswith("processor"))
-    return f"{cores} cores, {model}, Linux {platform.release()}"
+        named = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
+    return f"{os.cpu_count()} cores, {named[0] if named else 'unknown CPU'}, Linux {platform.release().split('-')[0]}"
 
 
 def parser(description: str) -> argparse.ArgumentParser:

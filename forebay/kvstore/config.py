@@ -30,7 +30,7 @@ class StoreConfig:
     replay: str | None = None
     metrics: str | None = None
     socket_group: str | None = None
-    pool_dir: Path = Path("/dev/shm")
+    pool_dir: Path = Path("/dev/shm")  # noqa: S108
 
     @property
     def extent_bytes(self) -> int:

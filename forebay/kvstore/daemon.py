@@ -17,7 +17,9 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 import uvloop
 
@@ -54,6 +56,8 @@ class Daemon:
 
     async def run(self) -> int:
         """Start, serve, stop. Whatever was taken is given back on every way out."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
         listener = listen(self.config.socket, group=self.config.socket_group)
         pool = PoolFiles(pool_path(self.config.pool_dir, self.config.socket), self.config.extent_bytes)
         clean = False
@@ -83,10 +87,15 @@ class Daemon:
             await self._start_tiers(service, pool)
             await metrics.start()
             server = await self._serve(listener, service)
-            for job in (self._grow_all(core, pool, service), service.read_adopted(), self._ticks(service), announcer.serve_replays()):
-                background.add(asyncio.create_task(job))
+            for job in (
+                self._grow_all(core, pool, service),
+                service.read_adopted(),
+                self._ticks(service),
+                announcer.serve_replays(),
+            ):
+                background.add(asyncio.create_task(self._watched(core, job)))
             self._ready(adopted, first)
-            await self._stopped()
+            await self._stop.wait()
             server.close()
             await service.drain(DRAIN_S)
         finally:
@@ -216,11 +225,14 @@ class Daemon:
             await asyncio.sleep(TICK_S)
             service.tick()
 
-    async def _stopped(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
-        await self._stop.wait()
+    @staticmethod
+    async def _watched(core: StoreCore, job: Coroutine[Any, Any, None]) -> None:
+        """A background job that fails is a bug, but no reason to stop serving: it is told and counted."""
+        try:
+            await job
+        except Exception:
+            core.counters.add("store.background_failures")
+            log.exception("a background job of the store has failed")
 
     def _ready(self, adopted: int, extents: int) -> None:
         note = f", {adopted} chunks re-adopted" if adopted else ""

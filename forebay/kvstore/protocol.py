@@ -68,6 +68,8 @@ class Register(Message, frozen=True):
 
 
 class Registered(Message, frozen=True):
+    """Answer to Register: the namespace's id."""
+
     rid: int
     namespace: bytes
 
@@ -162,6 +164,8 @@ class NewChunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reserve(Message, frozen=True):
+    """Ask for room for chunks of one tenant, parents first."""
+
     rid: int
     namespace: bytes
     tenant: str
@@ -184,6 +188,8 @@ class Slot(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reserved(Message, frozen=True):
+    """One Slot a chunk, in the order of the request."""
+
     rid: int
     boot: bytes
     slots: list[Slot]
@@ -197,6 +203,8 @@ class Written(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Commit(Message, frozen=True):
+    """These reservations are written: make them visible."""
+
     rid: int
     chunks: list[Written]
 
@@ -219,6 +227,8 @@ class Abort(Message, frozen=True):
 
 
 class GetStats(Message, frozen=True):
+    """Ask for figures."""
+
     rid: int
 
 
@@ -244,6 +254,8 @@ class List(Message, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
+    """One chunk of a listing."""
+
     namespace: bytes
     group: int
     key: bytes
@@ -286,6 +298,8 @@ class TierReach(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Explained(Message, frozen=True):
+    """`hit` tokens would come from memory now; `reaches` has one entry a tier and group."""
+
     rid: int
     hit: int
     reaches: list[TierReach]
@@ -299,6 +313,8 @@ class Check(Message, frozen=True):
 
 
 class Checked(Message, frozen=True):
+    """What a Check found; `damaged` describes each damaged chunk in words."""
+
     rid: int
     chunks: int
     bytes: int
@@ -313,6 +329,8 @@ class Clear(Message, frozen=True):
 
 
 class Cleared(Message, frozen=True):
+    """How many chunks memory lost."""
+
     rid: int
     chunks: int
 

@@ -126,10 +126,11 @@ def _why_host(core: StoreCore, prompt: Prompt, group: int, end: int | None) -> t
     reason = core.removed.get(EntryId(group, chunk.key))
     if reason is not None:
         return reason, _REMOVED.get(reason, reason)
+    if end == 0:
+        # Every prompt of a tenant begins at one root: that others begin otherwise explains nothing.
+        return _why_nothing(core, prompt)
     if core.table.children(group, chunk.parent):
         return "diverges", f"a stored chunk goes on from token {chunk.start} with other tokens"
-    if end == 0:
-        return _why_nothing(core, prompt)
     return "never seen", f"nothing was stored that goes on from token {chunk.start} (or it was forgotten)"
 
 

@@ -105,12 +105,8 @@ class Connection(asyncio.Protocol):
         if self.client is not None:
             raise ProtocolError("a second Hello")
         if hello.version != PROTOCOL_VERSION or len(hello.client) != CLIENT_ID_BYTES:
-            self.send(
-                Refused(
-                    rid=hello.rid, code="version",
-                    message=f"this store speaks protocol {PROTOCOL_VERSION}, the client {hello.version}: update the older one",
-                )
-            )  # fmt: skip
+            spoken = f"this store speaks protocol {PROTOCOL_VERSION}, the client {hello.version}"
+            self.send(Refused(rid=hello.rid, code="version", message=f"{spoken}: update the older one"))
             return
         try:
             message, descriptors, self.client = self._service.welcome(hello)

@@ -270,9 +270,8 @@ class StoreService:
             or len(chunk.tokens) % (4 * MATCH_UNIT)
             or len(chunk.extra) > 4096
         ):
-            raise RequestRefused(
-                "limits", f"chunk [{chunk.start}, {chunk.start + tokens}) of group {chunk.group} isn't one of its namespace"
-            )
+            where = f"[{chunk.start}, {chunk.start + tokens}) of group {chunk.group}"
+            raise RequestRefused("limits", f"chunk {where} isn't one of its namespace")
 
     def _commit(self, client: Client, request: Commit) -> Committed:
         committed = 0

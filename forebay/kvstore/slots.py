@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from forebay.kvstore.entry import SlotRef
 from forebay.kvstore.header import header_bytes
-from forebay.kvstore.identity import GroupGeometry
+from forebay.kvstore.identity import MATCH_UNIT, GroupGeometry
 from forebay.kvstore.layout import ALIGNMENT, payload_bytes, round_up
 
 EXTENT_HEADER_BYTES = ALIGNMENT
@@ -25,12 +25,8 @@ def slot_bytes_for(group: GroupGeometry, tokens: int, chunk_tokens: int, extra_l
     scattered over many sizes, close enough that a tail doesn't take a whole chunk's room.
     """
     assert 0 < tokens <= chunk_tokens, (tokens, chunk_tokens)
-    room = next(
-        part
-        for part in (round_up(chunk_tokens // 8, 16), round_up(chunk_tokens // 4, 16), round_up(chunk_tokens // 2, 16), chunk_tokens)
-        if part >= tokens
-    )  # fmt: skip
-    room = min(room, chunk_tokens)
+    parts = [min(round_up(chunk_tokens // share, MATCH_UNIT), chunk_tokens) for share in (8, 4, 2, 1)]
+    room = next(part for part in parts if part >= tokens)
     return round_up(header_bytes(room, extra_length) + payload_bytes(group, room), ALIGNMENT)
 
 

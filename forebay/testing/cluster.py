@@ -226,7 +226,8 @@ class Cluster:
         def quiet() -> bool:
             worker = self.figures(frontend)
             values = self.store_values()
-            queued = sum(value for name, value in worker.items() if name.endswith(("push_queue_bytes", "pushes_running")))
+            waiting = ("push_queue_bytes", "pushes_running")
+            queued = sum(value for name, value in worker.items() if name.endswith(waiting))
             return queued == 0 and values.get("tier.fs.stores_running", 0) == 0 and values["host.reserved_bytes"] == 0
 
         wait_for("pushes and cascades", quiet, SETTLE_S)

@@ -163,7 +163,8 @@ def test_a_killed_tier_process_costs_misses_and_comes_back(store: FileStore) -> 
     store.stop()
     store.start()
     assert store.process is not None
-    (child,) = (int(pid) for pid in Path(f"/proc/{store.process.pid}/task/{store.process.pid}/children").read_text().split())
+    pid = store.process.pid
+    (child,) = (int(found) for found in Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
     os.kill(child, signal.SIGKILL)
     until = time.monotonic() + 15
     while look(store, TOKENS)[0] != WHOLE:
