@@ -1,0 +1,89 @@
+"""Every table of the store has a cap; these tests fill them."""
+
+from __future__ import annotations
+
+import pytest
+
+from forebay.kvstore.core import Client, StoreCore
+from forebay.kvstore.entry import EntryId
+from forebay.kvstore.facts import HostFact
+from forebay.kvstore.limits import Limits
+from forebay.kvstore.lookup import match, pin
+from tests.kvstore.support import CHUNK, FakeMemory, SmallStore, namespace
+
+
+def small(limits: Limits, extents: int = 2) -> SmallStore:
+    store = SmallStore(extents=0)
+    facts: list[HostFact] = []
+    store.core = StoreCore(store.memory, tell=facts.append, limits=limits)
+    for extent in range(extents):
+        store.memory.extents[extent] = bytearray(store.memory.extent_bytes)
+        store.core.place.add_extent(extent, store.memory.extent_bytes)
+    store.core.register(store.namespace)
+    return store
+
+
+def test_namespaces_are_capped_and_a_known_one_is_always_welcome() -> None:
+    store = small(Limits(namespaces=2))
+    store.core.register(namespace(weights=b"a" * 32))
+    with pytest.raises(ValueError, match="namespaces are registered"):
+        store.core.register(namespace(weights=b"b" * 32))
+    store.core.register(store.namespace)
+
+
+def test_a_client_holds_so_many_leases_and_no_more() -> None:
+    store = small(Limits(leases_per_client=3))
+    store.store_prompt(list(range(CHUNK)))
+    prompt = store.prompt(list(range(CHUNK)))
+    leases = [pin(store.core, store.client, match(store.core, prompt)) for _ in range(4)]
+    assert [bool(pinned.lease) for pinned in leases] == [True, True, True, False]
+    assert leases[3].hit == 0, "what isn't pinned isn't promised"
+    store.core.release(store.client, [leases[0].lease])
+    assert pin(store.core, store.client, match(store.core, prompt)).lease
+
+
+def test_a_client_reserves_so_much_and_no_more() -> None:
+    store = small(Limits(reservations_per_client=2))
+    statuses = [
+        store.core.reserve(store.client, store.namespace_id, "", chunk).status
+        for chunk in store.chunks(list(range(2 * CHUNK)))
+    ]
+    assert statuses == ["reserved", "reserved", "full", "full"]
+    other = store.core.reserve(Client(b"o" * 16), store.namespace_id, "", store.chunks([9] * CHUNK)[0])
+    assert other.status == "reserved", "another client isn't starved"
+
+
+def test_stores_and_promotions_have_shares_of_their_own() -> None:
+    store = small(Limits(reserved_share=0.25, promoting_share=0.25))
+    chunks = [chunk for seed in range(40) for chunk in store.chunks([seed] * CHUNK)]
+    reserved = sum(store.core.reserve(store.client, store.namespace_id, "", c).status == "reserved" for c in chunks[:40])
+    total = store.core.place.slots.total_bytes
+    assert 0 < store.core.reserved_bytes <= total / 4 and reserved < 40
+    promoted = [store.core.reserve_promotion(store.namespace_id, c, b"t" * 16) for c in chunks[40:]]
+    assert any(promoted), "a flood of stores leaves promotions their share"
+    assert store.core.promoting_bytes <= total / 4 and not all(promoted)
+
+
+def test_what_was_removed_is_remembered_up_to_a_cap() -> None:
+    store = small(Limits(removed_remembered=10))
+    last = None
+    for seed in range(30):
+        last = store.store(store.chunks([seed] * CHUNK)[0])
+        assert last is not None
+        store.core.retire(last, "evicted")
+    assert len(store.core.removed) == 10
+    assert last is not None and store.core.removed[EntryId(last.group, last.key)] == "evicted"
+
+
+def test_a_lookup_that_would_pin_too_much_is_a_miss() -> None:
+    store = small(Limits(pins_per_lease=3))
+    store.store_prompt(list(range(4 * CHUNK)))
+    assert pin(store.core, store.client, match(store.core, store.prompt(list(range(4 * CHUNK))))).hit == 0
+    assert store.core.counters.values["store.refused_pins"] == 1
+
+
+def test_extents_are_all_there_is() -> None:
+    store = SmallStore(extents=1, memory=FakeMemory(1 << 16))
+    for seed in range(100):
+        store.store_prompt([seed] * 48)
+        assert store.core.place.slots.used_bytes <= 1 << 16
