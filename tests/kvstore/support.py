@@ -10,6 +10,7 @@ from forebay.kvstore.entry import Entry, SlotRef
 from forebay.kvstore.facts import HostFact
 from forebay.kvstore.header import SlotState, granule_checksums, mark_slot
 from forebay.kvstore.identity import Chain, GroupGeometry, Namespace, pack_tokens, root_key
+from forebay.kvstore.limits import Limits
 from forebay.kvstore.lookup import Prompt
 from forebay.kvstore.protocol import NewChunk
 
@@ -49,9 +50,10 @@ class SmallStore:
     extents: int = 4
     memory: FakeMemory = field(default_factory=FakeMemory)
     facts: list[HostFact] = field(default_factory=list)
+    limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        self.core = StoreCore(self.memory, tell=self.facts.append)
+        self.core = StoreCore(self.memory, tell=self.facts.append, limits=self.limits)
         for extent in range(self.extents):
             self.memory.extents[extent] = bytearray(self.memory.extent_bytes)
             self.core.place.add_extent(extent, self.memory.extent_bytes)

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from forebay.kvstore.core import Client, StoreCore
+from forebay.kvstore.core import Client
 from forebay.kvstore.entry import EntryId
-from forebay.kvstore.facts import HostFact
 from forebay.kvstore.limits import Limits
 from forebay.kvstore.lookup import match, pin
 from tests.kvstore.support import CHUNK, FakeMemory, SmallStore, namespace
 
 
-def small(limits: Limits, extents: int = 2) -> SmallStore:
-    store = SmallStore(extents=0)
-    facts: list[HostFact] = []
-    store.core = StoreCore(store.memory, tell=facts.append, limits=limits)
-    for extent in range(extents):
-        store.memory.extents[extent] = bytearray(store.memory.extent_bytes)
-        store.core.place.add_extent(extent, store.memory.extent_bytes)
-    store.core.register(store.namespace)
-    return store
+def small(limits: Limits) -> SmallStore:
+    return SmallStore(extents=2, limits=limits)
 
 
 def test_namespaces_are_capped_and_a_known_one_is_always_welcome() -> None:
