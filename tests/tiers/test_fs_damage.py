@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -24,7 +25,7 @@ def assert_a_counted_miss(rig: FsRig, driver: Driver, chunk: Made, before: float
     assert not driver.has(chunk)
 
 
-def test_every_flipped_byte_is_found(rig: FsRig, tmp_path: object) -> None:
+def test_every_flipped_byte_is_found(rig: FsRig) -> None:
     """Each byte of the file, header padding included, by the check that loads and fsck share."""
     chunk = make_chunk(granule=64)
     with rig.opened() as driver:
@@ -112,7 +113,8 @@ def test_what_is_no_regular_file_is_a_miss_and_blocks_nobody(rig: FsRig) -> None
         chunk = make_chunk()
         driver.store(chunk)
         secret.write_bytes(rig.file(chunk).read_bytes())
-        for count, make in enumerate((lambda p: p.symlink_to(secret), os.mkfifo)):
+        makers: list[Callable[[Path], None]] = [lambda path: path.symlink_to(secret), os.mkfifo]
+        for count, make in enumerate(makers):
             driver.store(chunk)
             rig.file(chunk).unlink()
             make(rig.file(chunk))

@@ -15,6 +15,7 @@ import msgspec
 
 CRASHES_MAX = 3
 _VERSION = 1
+_MARKER_BYTES = 512
 
 
 class _Marker(msgspec.Struct, frozen=True):
@@ -94,7 +95,10 @@ class State:
         return self.path / "marker.json"
 
     def _write(self, *, clean: bool) -> None:
-        marker = _Marker(self.directory, _boot_id(), clean, self.crashes)
-        fresh = self.path / "marker.new"
-        fresh.write_bytes(msgspec.json.encode(marker))
-        os.replace(fresh, self._file)
+        # In place and of one size: a disk that has filled up since takes it all the same. Torn, it is no JSON.
+        data = msgspec.json.encode(_Marker(self.directory, _boot_id(), clean, self.crashes)).ljust(_MARKER_BYTES)
+        descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.pwrite(descriptor, data, 0)
+        finally:
+            os.close(descriptor)

@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 
 import lmdb
@@ -244,9 +244,10 @@ class FsTier(SecondaryTier):
         self._keeper.close()
         ended = self._writers.close(CLOSE_S) and self._readers.close(CLOSE_S)
         if self._outbox.failure is None and ended:
-            self._shelf.flush_touches()
-            self._shelf.manifest.close()
-            self._state.close()
+            with suppress(lmdb.Error), self._noting_errors():
+                self._shelf.flush_touches()
+                self._shelf.manifest.close()
+                self._state.close()
         if ended:
             self._extents.clear()
             os.close(self._lock)
