@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from forebay.kvstore.extents import pool_path
 from forebay.kvstore.header import first_bad_granule, granule_checksums
 from forebay.kvstore.identity import Chain, Namespace, pack_tokens, root_key
 from forebay.kvstore.lookup import Prompt
-from forebay.kvstore.protocol import Found, Written
+from forebay.kvstore.protocol import ChunkRead, Found, Written
 
 MEMORY = 16 << 20
 SCRIPT = """
@@ -99,3 +100,11 @@ def get(client: StoreClient, spec: Namespace, tokens: list[int]) -> Found:
         assert first_bad_granule(client.payload(chunk), spec.groups[chunk.group].granule_bytes, chunk.checksums) is None
         assert client.intact(chunk)
     return found
+
+
+def flip_a_bit(store: Store, chunk: ChunkRead) -> None:
+    with open(store.pool / f"extent-{chunk.extent:06d}", "r+b") as extent:
+        extent.seek(chunk.payload_offset + chunk.length // 2)
+        byte = extent.read(1)[0]
+        extent.seek(-1, os.SEEK_CUR)
+        extent.write(bytes([byte ^ 4]))

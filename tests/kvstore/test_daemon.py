@@ -9,7 +9,6 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,19 +16,8 @@ import pytest
 from forebay.errors import RequestRefused
 from forebay.kvstore.client import StoreClient
 from forebay.kvstore.identity import Chain, Namespace, pack_tokens, root_key
-from forebay.kvstore.protocol import ChunkRead
-from tests.kvstore.running import MEMORY, SCRIPT, Store, get, prompt_of, put
+from tests.kvstore.running import MEMORY, SCRIPT, Store, flip_a_bit, get, prompt_of, put
 from tests.kvstore.support import CHUNK, namespace
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    running = Store(tmp_path)
-    running.start()
-    yield running
-    if running.process is not None and running.process.poll() is None:
-        assert running.stop() == 0
-        assert not running.pool.exists(), "a clean stop leaves nothing behind"
 
 
 def test_stored_bytes_come_back_to_another_client(store: Store) -> None:
@@ -55,14 +43,6 @@ def test_chunks_outlive_a_killed_daemon_and_each_is_read_before_it_is_served(sto
         assert client.boot != boot
         assert get(client, spec, tokens).hit == 4 * CHUNK
         assert client.stats().values["host.readopted"] == 8
-
-
-def flip_a_bit(store: Store, chunk: ChunkRead) -> None:
-    with open(store.pool / f"extent-{chunk.extent:06d}", "r+b") as extent:
-        extent.seek(chunk.payload_offset + chunk.length // 2)
-        byte = extent.read(1)[0]
-        extent.seek(-1, os.SEEK_CUR)
-        extent.write(bytes([byte ^ 4]))
 
 
 def test_a_flipped_bit_in_a_readopted_pool_is_never_served_and_is_counted(store: Store) -> None:
