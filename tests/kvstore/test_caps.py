@@ -48,7 +48,8 @@ def test_a_client_reserves_so_much_and_no_more() -> None:
 def test_stores_and_promotions_have_shares_of_their_own() -> None:
     store = small(Limits(reserved_share=0.25, promoting_share=0.25))
     chunks = [chunk for seed in range(40) for chunk in store.chunks([seed] * CHUNK)]
-    reserved = sum(store.core.reserve(store.client, store.namespace_id, "", c).status == "reserved" for c in chunks[:40])
+    slots = [store.core.reserve(store.client, store.namespace_id, "", chunk) for chunk in chunks[:40]]
+    reserved = sum(slot.status == "reserved" for slot in slots)
     total = store.core.place.slots.total_bytes
     assert 0 < store.core.reserved_bytes <= total / 4 and reserved < 40
     promoted = [store.core.reserve_promotion(store.namespace_id, c, b"t" * 16) for c in chunks[40:]]
