@@ -32,12 +32,13 @@ def slot_bytes_for(group: GroupGeometry, tokens: int, chunk_tokens: int, extra_l
 
 @dataclass(slots=True)
 class Extent:
-    """One extent's cut. `slot_bytes` is 0 while it is uncut. `last_used` is the newest stamp of its entries."""
+    """One extent's cut. `slot_bytes` is 0 while it is uncut; `free` is an ordered set of offsets; `last_used`
+    is the newest stamp of its entries."""
 
     id: int
     size: int
     slot_bytes: int = 0
-    free: list[int] = field(default_factory=list)
+    free: dict[int, None] = field(default_factory=dict)
     used: int = 0
     last_used: int = 0
 
@@ -66,7 +67,7 @@ class SlotAllocator:
         assert extent_id in self._uncut and extent.size - EXTENT_HEADER_BYTES >= slot_bytes > 0
         self._uncut.remove(extent_id)
         extent.slot_bytes = slot_bytes
-        extent.free = [EXTENT_HEADER_BYTES + i * slot_bytes for i in reversed(range(extent.capacity))]
+        extent.free = {EXTENT_HEADER_BYTES + i * slot_bytes: None for i in reversed(range(extent.capacity))}
         self._open[slot_bytes].add(extent_id)
 
     def take(self, slot_bytes: int) -> SlotRef | None:
@@ -75,7 +76,7 @@ class SlotAllocator:
         if not open_extents:
             return None
         extent = self.extents[next(iter(open_extents))]
-        offset = extent.free.pop()
+        offset, _ = extent.free.popitem()
         extent.used += 1
         if not extent.free:
             open_extents.remove(extent.id)
@@ -84,7 +85,7 @@ class SlotAllocator:
     def claim(self, slot: SlotRef) -> None:
         """Mark a given free slot as used (re-adoption)."""
         extent = self.extents[slot.extent]
-        extent.free.remove(slot.offset)
+        del extent.free[slot.offset]
         extent.used += 1
         if not extent.free:
             self._open[extent.slot_bytes].discard(extent.id)
@@ -93,7 +94,7 @@ class SlotAllocator:
         """A slot is free again; an extent without any used slot becomes uncut."""
         extent = self.extents[slot.extent]
         assert slot.offset not in extent.free, slot
-        extent.free.append(slot.offset)
+        extent.free[slot.offset] = None
         extent.used -= 1
         self._open[extent.slot_bytes].add(extent.id)
         if extent.used == 0:
@@ -120,7 +121,7 @@ class SlotAllocator:
 
     def _uncut_now(self, extent: Extent) -> None:
         self._open[extent.slot_bytes].discard(extent.id)
-        extent.slot_bytes, extent.free, extent.last_used = 0, [], 0
+        extent.slot_bytes, extent.free, extent.last_used = 0, {}, 0
         self._uncut.add(extent.id)
 
     @property
