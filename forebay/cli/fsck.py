@@ -20,7 +20,7 @@ from forebay.config import Setting, add_settings, boolean, path, resolve, unix_s
 from forebay.kvstore.client import StoreClient
 
 SETTINGS = (
-    Setting("socket", unix_socket, None, "check this store's memory", shown="without fs: that in the runtime directory"),
+    Setting("socket", unix_socket, None, "check this store's memory", shown="without fs: the usual one"),
     Setting("fs", path, None, "check this file tier's directory"),
     Setting("fs_state_dir", path, None, "where its manifest is", shown="inside the directory"),
     Setting("repair", boolean, False, "take out what is wrong; files are moved aside", shown="no", switch=True),

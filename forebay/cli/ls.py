@@ -17,6 +17,7 @@ from typing import Any
 from forebay.cli.places import SOCKET
 from forebay.cli.tables import bytes_text, table
 from forebay.config import Setting, add_settings, at_least, boolean, hexadecimal, path, resolve
+from forebay.errors import NotWritable
 from forebay.kvstore.client import StoreClient
 
 COLUMNS = ("namespace", "group", "tokens", "key", "bytes", "state", "pins", "tiers", "tenant")
@@ -81,6 +82,8 @@ def _store(socket: Path) -> Iterator[dict[str, Any]]:
 def _files(folder: Path) -> Iterator[dict[str, Any]]:
     from forebay.tiers.fs.fsck import list_directory
 
+    if not folder.is_dir():
+        raise NotWritable(f"there is no directory {folder}; give the one of `forebay store --fs`")
     for found in list_directory(folder):
         header = found.header
         yield {

@@ -1,4 +1,7 @@
-"""The page `docs/settings.md`, made from the commands' tables: `python -m forebay.cli.settings_page > docs/settings.md`."""
+"""The page docs/settings.md, made from the commands' tables.
+
+    python -m forebay.cli.settings_page > docs/settings.md
+"""
 
 from __future__ import annotations
 
@@ -34,9 +37,8 @@ def page() -> str:
     parts = [HEAD]
     for command, what in COMMANDS.items():
         settings: Sequence[Setting] = importlib.import_module(f"forebay.cli.{command}").SETTINGS
-        rows = [_row(setting) for setting in settings]
-        parts.append(f"## forebay {command}\n\n{what.capitalize()}.\n\n| setting | takes | default | |\n|---|---|---|---|")
-        parts[-1] += "".join(f"\n{row}" for row in rows) + "\n"
+        lines = ["| setting | takes | default | |", "|---|---|---|---|", *map(_row, settings)]
+        parts.append(f"## forebay {command}\n\n{what[0].upper()}{what[1:]}.\n\n" + "\n".join(lines) + "\n")
     return "\n".join(parts)
 
 

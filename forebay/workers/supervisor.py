@@ -18,7 +18,7 @@ import shutil
 import signal
 import socket
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -117,6 +117,8 @@ class Supervisor:
     ready: Callable[[Health], None]
     parts: list[Part] = field(default_factory=list)
     restarts: int = 0
+    _jobs: set[asyncio.Task[None]] = field(default_factory=set)
+    _failure: BaseException | None = None
     _stop: asyncio.Event = field(default_factory=asyncio.Event)
     _stop_asked: float | None = None
     _stopping: bool = False
@@ -161,34 +163,41 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._asked_to_stop, number)
-        jobs: list[asyncio.Task[None]] = []
-        stopped = asyncio.create_task(self._stopped())
+        self._spawn(self._start())
         try:
-            jobs.append(asyncio.create_task(self._start(jobs)))
-            while not self._stop.is_set():
-                await asyncio.wait([stopped, *jobs], return_when=asyncio.FIRST_COMPLETED)
-                for job in [job for job in jobs if job.done()]:
-                    jobs.remove(job)
-                    job.result()  # raises what the job raised
+            await self._stop.wait()
         finally:
             self._stopping = True
-            for job in [*jobs, stopped]:
+            jobs = list(self._jobs)
+            for job in jobs:
                 job.cancel()
-            await asyncio.gather(*jobs, stopped, return_exceptions=True)
+            await asyncio.gather(*jobs, return_exceptions=True)
             await self._stop_all()
+        if self._failure is not None:
+            raise self._failure
 
-    async def _stopped(self) -> None:
-        await self._stop.wait()
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        """Run a job beside the others; if it fails, everything stops."""
 
-    async def _start(self, jobs: list[asyncio.Task[None]]) -> None:
+        def done(job: asyncio.Task[None]) -> None:
+            self._jobs.discard(job)
+            if not job.cancelled() and job.exception() is not None:
+                self._failure = self._failure or job.exception()
+                self._stop.set()
+
+        job = asyncio.get_running_loop().create_task(work)
+        self._jobs.add(job)
+        job.add_done_callback(done)
+
+    async def _start(self) -> None:
         await self.store.start()
-        jobs.append(asyncio.create_task(self._keep(self.store)))
+        self._spawn(self._keep(self.store))
         await self._until_store_answers()
         self.tell("the store is ready")
         for part in (self.worker, self.frontend):
             await part.start()
-            jobs.append(asyncio.create_task(self._keep(part)))
-        jobs.append(asyncio.create_task(self._watch()))
+            self._spawn(self._keep(part))
+        self._spawn(self._watch())
         while True:
             health = await health_of(self.config.host, self.config.port)
             if health is not None and health.serving:
@@ -263,9 +272,9 @@ class Supervisor:
             self.tell("stopping")
         for part in (self.frontend, self.worker):
             await part.stop()
-        if not await self.store.stop():
-            # A store that was killed leaves its pool for the next one; after us there is no next one.
-            shutil.rmtree(pool_path(self.config.pool_dir, self.store_socket), ignore_errors=True)
+        await self.store.stop()
+        # A store that was killed or failed leaves its pool for the next one; after us there is no next one.
+        shutil.rmtree(pool_path(self.config.pool_dir, self.store_socket), ignore_errors=True)
 
 
 def serve(

@@ -213,7 +213,7 @@ def test_a_client_that_leaves_before_the_first_token_frees_its_generations(halti
     assert halting.worker is not None
     halting.worker.hold = 0
     for stream in (True, False):
+        body = {"prompt": "|" + TEXT, "stream": stream, "n": 2}
         with pytest.raises(httpx.ReadTimeout):
-            body = {"prompt": "|" + TEXT, "stream": stream, "n": 2}
             httpx.post(f"{halting.url}/v1/completions", json=body, timeout=0.3)
         halting.wait_until(lambda: not halting.link.calls)

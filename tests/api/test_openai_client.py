@@ -83,7 +83,8 @@ def test_completion_logprobs(client: openai.OpenAI) -> None:
 
 def test_several_prompts_and_several_choices(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="scripted", prompt=["|one", "|two"], n=2, max_tokens=50)
-    assert [(choice.index, choice.text) for choice in answer.choices] == [(0, "one"), (1, "one"), (2, "two"), (3, "two")]
+    told = [(choice.index, choice.text) for choice in answer.choices]
+    assert told == [(0, "one"), (1, "one"), (2, "two"), (3, "two")]
     assert answer.usage is not None and answer.usage.prompt_tokens == 2 * len("|one") + 2
 
 

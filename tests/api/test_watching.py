@@ -193,7 +193,9 @@ def test_keys_may_be_a_toml_table(tmp_path: Path) -> None:
     assert keys.who("Bearer k 1").id == "alice"
 
 
-@pytest.mark.parametrize("text", ["", "# nobody\n", "key\n", "key two tenants\n", "key a\nkey b\n", f"key {'x' * 200}\n"])
+@pytest.mark.parametrize(
+    "text", ["", "# nobody\n", "key\n", "key two tenants\n", "key a\nkey b\n", f"key {'x' * 200}\n"]
+)
 def test_a_file_that_holds_no_keys_is_refused_without_showing_any(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_keys(key_file(tmp_path, text), tmp_path / "state")

@@ -27,7 +27,7 @@ FORBIDDEN = {
 }
 # Serialisers that run what they read, and code from text.
 UNSAFE_MODULES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
-UNSAFE_CALLS = {"eval", "exec", "recv_pyobj", "send_pyobj", "torch.load", "os.system", "yaml.load", "numpy.load", "np.load"}
+UNSAFE_CALLS = {"eval", "exec", "torch.load", "os.system", "yaml.load", "numpy.load", "np.load"}
 # Spelt in pieces, so that this file isn't what it looks for.
 WILDCARDS = ("0.0.0" + ".0", "tcp://" + "*", "shell=" + "True")
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(?:" + "|".join(("home", "root", "work", "Users", "scratch")) + r")/\w")

@@ -23,6 +23,7 @@ from forebay.workers.api.service import ApiService
 log = logging.getLogger(__name__)
 
 REFRESH_S = 0.5
+GREETING_S = 1.0
 CLIENT_GONE = 499
 """Nobody sees this status; it keeps abandoned requests apart in the metrics."""
 
@@ -35,6 +36,8 @@ def make_app(service: ApiService, keys: Keys) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         tasks = [asyncio.create_task(service.link.run()), asyncio.create_task(_refresh(service))]
+        # Who came while a front end was replaced waits in the backlog: greet the worker before them.
+        await service.link.met(GREETING_S)
         yield
         for task in tasks:
             task.cancel()

@@ -192,6 +192,14 @@ class WorkerLink:
                 self.counters.resubmitted += call.attempt > 0
                 self._send(call.request())
 
+    async def met(self, timeout_s: float) -> bool:
+        """Wait until a worker has said what it is; False if none has in time."""
+        try:
+            await asyncio.wait_for(self._described.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
     # --- calls -----------------------------------------------------------------------------------------
 
     def start(self, prompt: bytes, sampling: Sampling, salt: bytes, tenant: str, *, held: bool = False) -> Call:
