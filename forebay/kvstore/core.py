@@ -119,7 +119,8 @@ class StoreCore:
 
     def _covered(self, chunk: NewChunk) -> bool:
         return any(
-            child.tokens.startswith(chunk.tokens) for child in self.table.children(chunk.group, chunk.parent)
+            child.tokens.startswith(chunk.tokens) and child.extra == chunk.extra
+            for child in self.table.children(chunk.group, chunk.parent)
         )
 
     def _within(self, used: int, share: float, namespace: Namespace, chunk: NewChunk) -> bool:
@@ -206,7 +207,7 @@ class StoreCore:
         return [
             child
             for child in self.table.children(entry.group, entry.parent)
-            if child is not entry and entry.tokens.startswith(child.tokens)
+            if child is not entry and entry.tokens.startswith(child.tokens) and entry.extra == child.extra
         ]
 
     def _supersede_shorter(self, entry: Entry) -> None:

@@ -133,7 +133,7 @@ def _check_group(group: GroupGeometry) -> str | None:
         return f"group {group.name!r}: dtype {group.dtype!r} is none of {', '.join(DTYPE_BYTES)}"
     if not group.layers or min(group.kv_heads, group.head_dim) < 1:
         return f"group {group.name!r}: layers, kv_heads and head_dim must all be positive"
-    if (group.window is not None) != (group.kind == "window") or (group.window or 1) < 1:
+    if (group.window is not None) != (group.kind == "window") or (group.window is not None and group.window < 1):
         return f"group {group.name!r}: a window group, and no other, has a positive window"
     if group.granule_bytes > 2**30:
         return f"group {group.name!r}: a granule of {group.granule_bytes} bytes is over 1 GiB"

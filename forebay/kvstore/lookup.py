@@ -53,6 +53,11 @@ class Prompt:
         start, end = self.bounds(position)
         return NewChunk(group, self.key_at(end), self.key_at(start), start, self.tokens[4 * start : 4 * end])
 
+    def query(self, group: int, position: int) -> Query:
+        """What to ask a tier for this position."""
+        chunk = self.chunk(group, position)
+        return Query(group, chunk.key, chunk.parent, chunk.tokens, self.key_at(chunk.start + MATCH_UNIT))
+
     def bounds(self, position: int) -> tuple[int, int]:
         """Tokens [start, end) of the fullest chunk at a chunk position."""
         start = position * self.namespace.chunk_tokens
@@ -136,7 +141,7 @@ def _find(core: StoreCore, prompt: Prompt, group: int, position: int) -> tuple[E
     parent = prompt.key_at(start)
     if not core.table.children(group, parent):
         return None, 0
-    return core.table.best_child(group, parent, prompt.tokens[4 * start : 4 * end])
+    return core.table.best_child(group, parent, prompt.tokens[4 * start : 4 * end], prompt.key_at(start + MATCH_UNIT))
 
 
 def queries(found: Match) -> list[tuple[tuple[int, int], Query]]:
@@ -144,9 +149,8 @@ def queries(found: Match) -> list[tuple[tuple[int, int], Query]]:
     prompt, wanted = found.prompt, []
     for group in range(len(prompt.namespace.groups)):
         for position in range(prompt.positions):
-            chunk = prompt.chunk(group, position)
             if found.reach[group][position] < found.wanted_tokens(position, prompt.longest):
-                wanted.append(((group, position), Query(group, chunk.key, chunk.parent, chunk.tokens)))
+                wanted.append(((group, position), prompt.query(group, position)))
     return wanted
 
 

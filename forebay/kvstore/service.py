@@ -18,7 +18,7 @@ from forebay.kvstore.core import Client, StoreCore
 from forebay.kvstore.entry import Entry
 from forebay.kvstore.extents import ClientLocks, PoolFiles
 from forebay.kvstore.header import SlotState
-from forebay.kvstore.identity import KEY_BYTES, MATCH_UNIT, decode_namespace
+from forebay.kvstore.identity import KEY_BYTES, MATCH_UNIT, chain, decode_namespace
 from forebay.kvstore.lookup import Pinned, Prompt, match
 from forebay.kvstore.protocol import (
     BATCH_ITEMS_MAX,
@@ -55,7 +55,7 @@ from forebay.kvstore.protocol import (
 from forebay.kvstore.reader import Reader
 from forebay.kvstore.readopt import is_intact
 from forebay.kvstore.server import Answer, Connection
-from forebay.tiers.base import JobResult, LookupResult, Query, TierChange
+from forebay.tiers.base import JobResult, LookupResult, TierChange
 
 if TYPE_CHECKING:
     from forebay.tiers.host import TierHost
@@ -64,6 +64,7 @@ log = logging.getLogger(__name__)
 
 QUARANTINE_CHECKS_S = (0.0, 0.01, 0.05)
 EXPLAIN_TIER_S = 2.0
+LABEL_CHARACTERS_MAX = 128
 
 
 @dataclass
@@ -179,7 +180,7 @@ class StoreService:
     def _register(self, request: Register) -> Registered:
         try:
             namespace = decode_namespace(request.namespace)
-            namespace_id = self.core.register(namespace, request.label)
+            namespace_id = self.core.register(namespace, _plain(request.label))
         except ValueError as error:
             raise RequestRefused("namespace", str(error)) from error
         self.pool.save_namespace(namespace_id, request.namespace)
@@ -272,6 +273,9 @@ class StoreService:
         ):
             where = f"[{chunk.start}, {chunk.start + tokens}) of group {chunk.group}"
             raise RequestRefused("limits", f"chunk {where} isn't one of its namespace")
+        if chain(chunk.parent, chunk.tokens, chunk.extra)[-1] != chunk.key:
+            where = f"[{chunk.start}, {chunk.start + tokens}) of group {chunk.group}"
+            raise RequestRefused("limits", f"the key of chunk {where} doesn't follow from its parent and tokens")
 
     def _commit(self, client: Client, request: Commit) -> Committed:
         committed = 0
@@ -318,6 +322,8 @@ class StoreService:
 
     def _list(self, request: List) -> Rows:
         limit = max(1, min(request.limit, BATCH_ITEMS_MAX))
+        if not 0 <= request.cursor < 1 << 62:
+            raise RequestRefused("limits", f"cursor {request.cursor} is none that an earlier page gave")
         entries = self.core.table.page(request.cursor, limit)
         rows = [report.row(e) for e in entries if request.namespace in (b"", e.namespace)]
         cursor = request.cursor + limit if len(entries) == limit else 0
@@ -330,8 +336,7 @@ class StoreService:
         for name, tier in self.tiers.items():
             results[name] = []
             for group in range(len(prompt.namespace.groups)):
-                chunks = [prompt.chunk(group, position) for position in range(prompt.positions)]
-                asked = [Query(c.group, c.key, c.parent, c.tokens) for c in chunks]
+                asked = [prompt.query(group, position) for position in range(prompt.positions)]
                 results[name].append(await tier.lookup(asked, EXPLAIN_TIER_S))
         return Explained(rid=request.rid, hit=found.hit(), reaches=report.explain(self.core, found, results))
 
@@ -394,3 +399,8 @@ class StoreService:
         until = loop.time() + timeout_s
         while self.cascade.busy and loop.time() < until:
             await asyncio.sleep(0.02)
+
+
+def _plain(label: str) -> str:
+    """A label as it may go to terminals and topics: printable, and not endless."""
+    return "".join(character if character.isprintable() else "?" for character in label[:LABEL_CHARACTERS_MAX])

@@ -31,13 +31,16 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
     """Is this chunk there? If not, does another child of `parent` begin with the same tokens?
 
     `tokens` (u32 LE) are those of the wanted chunk; a tier that keeps a manifest of parents answers with
-    the child that shares the most whole units, others answer for the exact key alone.
+    the child that shares the most whole units, others answer for the exact key alone. `first` is the chain's
+    key after the first unit: equal tokens aren't enough, since a chunk's `extra` is part of its key. Empty
+    stands for a chunk without `extra`.
     """
 
     group: int
     key: bytes
     parent: bytes
     tokens: bytes
+    first: bytes = b""
 
 
 class LookupResult(msgspec.Struct, frozen=True, array_like=True):

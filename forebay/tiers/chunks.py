@@ -16,7 +16,7 @@ from forebay.kvstore.header import (
     header_bytes,
     mark_slot,
 )
-from forebay.kvstore.identity import MATCH_UNIT
+from forebay.kvstore.identity import MATCH_UNIT, chain
 from forebay.tiers.base import ChunkId, Query, StoreJob
 
 _BODY_LENGTH_AT = 32
@@ -105,15 +105,24 @@ def common_tokens(one: bytes, other: bytes) -> int:
 def best_match(query: Query, candidates: Mapping[ChunkId, ChunkHeader]) -> Match | None:
     """The candidate that serves the most tokens of the query; among equals the shortest, then the least key.
 
-    The exact chunk always serves all of it.
+    The exact chunk always serves all of it. Others must be on the same chain: the same tokens with another
+    `extra` are another chunk.
     """
     best: tuple[int, int, bytes] | None = None
+    first = query.first or _first_key(query.parent, query.tokens, b"")
     for chunk, header in candidates.items():
         exact = chunk.key == query.key
-        if not exact and header.parent != query.parent:
+        if not exact and (
+            header.parent != query.parent or _first_key(header.parent, header.tokens, header.extra) != first
+        ):
             continue
         matched = header.token_count if exact else common_tokens(query.tokens, header.tokens)
         rank = (-matched, header.token_count, chunk.key)
         if matched and (best is None or rank < best):
             best = rank
     return Match(ChunkId(query.group, best[2]), -best[0]) if best else None
+
+
+def _first_key(parent: bytes, tokens: bytes, extra: bytes) -> bytes:
+    keys = chain(parent, tokens[:UNIT_BYTES], extra)
+    return keys[0] if keys else b""

@@ -61,8 +61,10 @@ class SmallStore:
         self.namespace_id = self.core.register(self.namespace)
         self.client = Client(b"c" * 16)
 
-    def prompt(self, tokens: list[int], salt: bytes = b"", limit: int | None = None) -> Prompt:
-        chain = Chain(root_key(self.namespace_id, salt), tokens)
+    def prompt(
+        self, tokens: list[int], salt: bytes = b"", limit: int | None = None, extra: bytes = b""
+    ) -> Prompt:
+        chain = Chain(root_key(self.namespace_id, salt), tokens, extra)
         limit = len(tokens) if limit is None else limit
         return Prompt(self.namespace_id, self.namespace, chain.root, pack_tokens(tokens), b"".join(chain.keys), limit)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from forebay.kvstore.core import Client
 from forebay.kvstore.header import SlotState
 from forebay.kvstore.lookup import match, pin
@@ -37,6 +39,21 @@ def test_salts_share_nothing_and_the_same_salt_hits() -> None:
     assert hit(store, list(range(64)), salt=b"a") == 64
     assert hit(store, list(range(64)), salt=b"b") == 0
     assert hit(store, list(range(64))) == 0
+
+
+def test_the_same_tokens_with_another_extra_are_another_chunk() -> None:
+    """An image's or adapter's content is part of the key: neither hit, nor cover, nor replace one another."""
+    store, tokens = SmallStore(), list(range(CHUNK))
+    for name in (b"imgA", b"imgB", b""):
+        prompt = store.prompt(tokens, extra=name)
+        assert match(store.core, prompt).hit() == 0
+        for group in (0, 1):
+            chunk = msgspec.structs.replace(prompt.chunk(group, 0), extra=name)
+            assert store.store(chunk) is not None
+        assert match(store.core, prompt).hit() == CHUNK
+        longer = store.prompt([*tokens[:16], *[999] * 32], extra=name)
+        assert match(store.core, longer).hit() == 16
+    assert len(store.core.table) == 6
 
 
 def test_a_fuller_chunk_replaces_a_tail_once_nobody_reads_it() -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from forebay.errors import RequestRefused
@@ -149,3 +150,25 @@ def test_explain_names_the_reason(store: Store) -> None:
         prompt = prompt_of(spec, tokens[:CHUNK] + [77] * CHUNK)
         told = client.explain(spec.id, prompt.root, prompt.tokens, prompt.keys)
         assert told.reaches[0].tokens == CHUNK and told.reaches[0].reason == "diverges"
+
+
+def test_a_chunk_whose_key_is_not_its_own_is_refused(store: Store) -> None:
+    spec = namespace()
+    prompt = prompt_of(spec, list(range(CHUNK)))
+    honest = prompt.chunk(0, 0)
+    with StoreClient(store.address) as client:
+        client.register(spec, "plain\x1b[31m\nlabel" + "x" * 500)
+        for wrong in (
+            msgspec.structs.replace(honest, key=b"k" * 32),
+            msgspec.structs.replace(honest, extra=b"img"),
+            msgspec.structs.replace(honest, group=7),
+            msgspec.structs.replace(honest, start=16),
+            msgspec.structs.replace(honest, tokens=honest.tokens[:60]),
+        ):
+            with pytest.raises(RequestRefused):
+                client.reserve(spec.id, "", [wrong])
+        assert client.reserve(spec.id, "", [honest]).slots[0].status == "reserved"
+        label = client.stats().namespaces[0]["label"]
+        assert label.isprintable() and len(label) == 128
+        with pytest.raises(RequestRefused):
+            client.list_chunks(cursor=-1)

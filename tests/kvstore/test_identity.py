@@ -120,6 +120,7 @@ def test_a_token_id_out_of_range_is_an_error(bad: int) -> None:
         dict(groups=(GroupGeometry("a", "full", (0,), 1, 8, "float32", 5),)),
         dict(groups=(GroupGeometry("a", "window", (0,), 1, 8, "float32"),)),
         dict(groups=(GroupGeometry("a", "full", (), 1, 8, "float32"),)),
+        dict(groups=(GroupGeometry("a", "window", (0,), 1, 8, "float32", 0),)),
     ],
 )
 def test_a_namespace_that_cannot_be_served_says_why(change: dict[str, object]) -> None:
