@@ -261,6 +261,7 @@ class StoreService:
     @staticmethod
     def _check_chunk(chunk_tokens: int, groups: int, chunk: NewChunk) -> None:
         tokens = len(chunk.tokens) // 4
+        where = f"[{chunk.start}, {chunk.start + tokens}) of group {chunk.group}"
         if (
             not 0 <= chunk.group < groups
             or len(chunk.key) != KEY_BYTES
@@ -271,10 +272,8 @@ class StoreService:
             or len(chunk.tokens) % (4 * MATCH_UNIT)
             or len(chunk.extra) > 4096
         ):
-            where = f"[{chunk.start}, {chunk.start + tokens}) of group {chunk.group}"
             raise RequestRefused("limits", f"chunk {where} isn't one of its namespace")
         if chain(chunk.parent, chunk.tokens, chunk.extra)[-1] != chunk.key:
-            where = f"[{chunk.start}, {chunk.start + tokens}) of group {chunk.group}"
             raise RequestRefused("limits", f"the key of chunk {where} doesn't follow from its parent and tokens")
 
     def _commit(self, client: Client, request: Commit) -> Committed:
