@@ -39,4 +39,5 @@ class Counters:
     values: dict[str, float] = field(default_factory=dict)
 
     def add(self, name: str, amount: float = 1) -> None:
+        """Add `amount`; a counter begins at 0."""
         self.values[name] = self.values.get(name, 0) + amount

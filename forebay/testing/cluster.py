@@ -180,6 +180,7 @@ class Cluster:
         return dict(wait_for(f"{frontend} healthy", healthy))
 
     def url(self, frontend: str) -> str:
+        """Where this front end serves."""
         return f"http://127.0.0.1:{self.ports[frontend]}"
 
     def _start(self, name: str, arguments: list[str]) -> Process:
