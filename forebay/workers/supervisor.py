@@ -69,6 +69,7 @@ def take_port(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--host {host!r}: not an address of this machine ({error.strerror})") from error
     bound = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it: no token waits for an ACK
     try:
         bound.bind(address)
     except PermissionError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import httpx
 import uvicorn
 
 from forebay.workers.api.app import make_app
+from forebay.workers.api.frontend import bind
 from forebay.workers.api.keys import Keys, open_to_all
 from forebay.workers.api.link import WorkerLink
 from forebay.workers.api.metrics import Metrics
@@ -57,7 +57,8 @@ class Front:
         self.link = WorkerLink(self.folder / "worker.sock", self.max_calls, self.give_up_s)
         service = ApiService(self.link, ByteCodec(), LineChat() if self.chat else None, Metrics(), "")
         app = make_app(service, self.keys or open_to_all(self.folder / "state"))
-        bound = socket.create_server(("127.0.0.1", 0))
+        bound = bind("127.0.0.1", 0)
+        bound.listen()
         self.port = bound.getsockname()[1]
         config = uvicorn.Config(app, log_level="warning", http="httptools", timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)
