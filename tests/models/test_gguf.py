@@ -112,7 +112,7 @@ def test_a_file_cut_anywhere_is_refused(whole: bytes, tmp_path: Path) -> None:
     path = tmp_path / "cut.gguf"
     for cut in cuts:
         path.write_bytes(whole[:cut])
-        with pytest.raises(CheckpointBroken, match="download it again|not a GGUF"):
+        with pytest.raises(CheckpointBroken, match=r"download it again|not a GGUF"):
             checkpoint_directory(path, cache_dir=tmp_path / "cache")
 
 
