@@ -184,3 +184,18 @@ def test_tokenize_and_detokenize_are_inverse(front: Front) -> None:
 
 def test_detokenize_refuses_ids_that_no_token_has(front: Front) -> None:
     assert refusal(front.post("/detokenize", {"tokens": [VOCAB]}))["param"] == "tokens"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt":"x","user":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt":"x","max_tokens":' + b"9" * 400 + b"}",
+        b'{"prompt":"x","top_k":' + b"9" * 400 + b"}",
+        b'{"prompt":"x","temperature":1e999}',
+    ],
+)
+def test_bodies_that_are_made_to_hurt_are_a_client_error(front: Front, raw: bytes) -> None:
+    answer = httpx.post(f"{front.url}/v1/completions", content=raw, timeout=30)
+    refusal(answer)

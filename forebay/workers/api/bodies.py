@@ -7,7 +7,6 @@ nobody has heard of is refused too: it may be a misspelt one.
 
 from __future__ import annotations
 
-import math
 import re
 import secrets
 from typing import Annotated, Any, TypeVar
@@ -153,7 +152,7 @@ def parse(data: bytes, kind: type[B]) -> B:
     """A body of this type. Raises ApiError 400 that names the field."""
     try:
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _refusal(error) from error
 
 
@@ -189,7 +188,7 @@ def prompts_of(body: CompletionBody) -> list[Prompt]:
 def _decode(raw: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _refusal(error, "prompt") from error
 
 
@@ -243,8 +242,10 @@ def sampling_of(body: Common, *, wanted: int | None, default_tokens: int, logpro
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:
-    if not math.isfinite(value) or not low <= value <= high:
-        raise bad(f"{name} is {value}; it takes {low} to {high}", name)
+    # NaN compares false with everything. An int may be too long to become a float, or to be printed.
+    if not low <= value <= high:
+        told = f"{value}" if isinstance(value, float) or value.bit_length() < 128 else "a number of many digits"
+        raise bad(f"{name} is {told}; it takes {low} to {high}", name)
 
 
 def chat_logprobs(body: ChatBody) -> int | None:
