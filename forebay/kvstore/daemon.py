@@ -23,7 +23,7 @@ from typing import Any
 
 import uvloop
 
-from forebay.errors import NoSpace
+from forebay.errors import ForebayError, NoSpace
 from forebay.ipc.sockets import listen
 from forebay.kvstore.announce import Announcer
 from forebay.kvstore.cascade import TierTraffic
@@ -60,10 +60,13 @@ class Daemon:
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
         listener = listen(self.config.socket, group=self.config.socket_group)
         pool = PoolFiles(pool_path(self.config.pool_dir, self.config.socket), self.config.extent_bytes)
-        clean = False
+        clean, fresh = False, not pool.path.exists()
         try:
             pool.open()
             clean = await self._with_pool(listener, pool)
+        except ForebayError:
+            clean = fresh and pool.locked  # what could not start leaves nothing behind that wasn't there
+            raise
         finally:
             listener.close()
             self.config.socket.unlink(missing_ok=True)

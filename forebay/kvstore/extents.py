@@ -61,7 +61,14 @@ class PoolFiles:
                 f"can't use {self.path} for the pool: {error.strerror}; choose another --pool-dir"
             ) from error
         if not try_lock(self._lock):
+            os.close(self._lock)
+            self._lock = -1
             raise AlreadyRunning(f"another store owns the pool {self.path}; stop it first, or use another --socket")
+
+    @property
+    def locked(self) -> bool:
+        """Is the directory ours?"""
+        return self._lock >= 0
 
     def existing(self) -> list[int]:
         """Ids of extents that an earlier daemon left, of the right size; others are removed."""

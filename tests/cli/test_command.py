@@ -11,6 +11,7 @@ import pytest
 
 from forebay import __version__
 from forebay.cli.main import COMMANDS
+from forebay.kvstore.extents import pool_path
 from tests.cli.commands import RunningStore, forebay, told
 
 
@@ -65,8 +66,10 @@ def test_a_second_store_on_a_socket_is_refused(tmp_path: Path) -> None:
     assert not store.socket.exists()
 
 
-def test_a_store_that_does_not_fit_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    assert "--memory" in told("store", "--socket", tmp_path / "s.sock", "--memory", "100TiB", code=4)
+def test_a_store_that_does_not_fit_is_refused_with_the_remedy_and_leaves_nothing(tmp_path: Path) -> None:
+    store = tmp_path / "s.sock"
+    assert "--memory" in told("store", "--socket", store, "--memory", "100TiB", code=4)
+    assert not store.exists() and not pool_path(Path("/dev/shm"), store).exists()
 
 
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
