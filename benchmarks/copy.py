@@ -71,7 +71,7 @@ def measure(report: Report, group: Group, label: str, size: int) -> None:
         order = list(range(blocks))
         random.Random(1).shuffle(order)
         chunks = [order[i : i + count] for i in range(0, blocks - count + 1, count)]
-        rooms = [memoryview(shared)[i * length : (i + 1) * length] for i in range(len(chunks))]
+        rooms = [shared.data[i * length : (i + 1) * length] for i in range(len(chunks))]
         flat = pool.view(torch.uint8).view(-1).numpy()
         plain = [flat[i * length : (i + 1) * length] for i in range(len(chunks))]
         targets = [np.frombuffer(room, dtype=np.uint8) for room in rooms]
@@ -80,12 +80,12 @@ def measure(report: Report, group: Group, label: str, size: int) -> None:
         def limit_out() -> None:
             for source, target in zip(plain, targets, strict=True):
                 np.copyto(target, source)
-                xxhash.xxh3_64_intdigest(target)
+                xxhash.xxh3_64_intdigest(target.data)
 
         def limit_in() -> None:
             for source, target in zip(targets, plain, strict=True):
                 np.copyto(target, source)
-                xxhash.xxh3_64_intdigest(target)
+                xxhash.xxh3_64_intdigest(target.data)
 
         def ours_out() -> None:
             for ids, room in zip(chunks, rooms, strict=True):
