@@ -219,6 +219,17 @@ class TierConformance:
         assert driver.has(chunks[0]), "it was used after the others"
         assert not driver.has(chunks[1])
 
+    def test_the_front_of_a_chain_outlives_its_end(self, driver: Driver) -> None:
+        chunks = [numbered(i, granule=BIG) for i in range(8)]
+        for chunk in chunks:
+            driver.store(chunk)
+        driver.lookup(*[chunk.query() for chunk in chunks])
+        for chunk in [numbered(100 + i, granule=BIG) for i in range(5)]:
+            driver.store(chunk)
+        held = [driver.has(chunk) for chunk in chunks]
+        assert held == sorted(held, reverse=True), "a chunk is of no use without those before it"
+        assert 0 < sum(held) < 8
+
     def test_cold_chunks_leave_first(self, driver: Driver) -> None:
         warm = [numbered(i, granule=BIG) for i in range(5)]
         cold = [numbered(50 + i, granule=BIG) for i in range(4)]

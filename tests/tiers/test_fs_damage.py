@@ -184,3 +184,21 @@ def test_foreign_files_are_moved_aside_and_folders_left_alone(rig: FsRig) -> Non
         assert (folder / "lost+found").is_dir()
         assert driver.value("foreign") == 2
         assert driver.serves(make_chunk())
+
+
+def test_a_good_file_that_has_taken_a_bad_ones_place_stays(rig: FsRig) -> None:
+    chunk = make_chunk()
+    with rig.opened() as driver:
+        driver.store(chunk)
+        bad = rig.file(chunk).stat().st_ino
+        driver.engine.forget([chunk.id], "cleared")
+        driver.until(lambda: not rig.file(chunk).exists(), "the file to go")
+        placeholder = rig.directory / "placeholder"
+        placeholder.write_text("so that the number isn't given out again")
+        driver.store(chunk)
+        good = rig.file(chunk).stat().st_ino
+        if good != bad:
+            rig.tier._shelf.damaged(chunk.id, bad, "found late, by whoever still read the old file")
+            assert driver.serves(chunk)
+        rig.tier._shelf.damaged(chunk.id, good, "found in time")
+        assert not driver.serves(chunk)

@@ -18,7 +18,7 @@ from forebay.errors import ConfigError, NoSpace, NotWritable
 from forebay.tiers.base import LoadJob
 from forebay.tiers.fs.device import AlignedBuffer, Device, Expected, Loaded, TempFile
 from forebay.tiers.fs.tier import FsTier
-from tests.tiers.fs_rig import FsRig
+from tests.tiers.fs_rig import FsRig, disk_usage
 from tests.tiers.support import make_chunk, numbered
 
 BIG = 48 << 10
@@ -167,6 +167,34 @@ def test_fsync_flushes_each_file_before_it_is_named(rig: FsRig, monkeypatch: pyt
         flushed.clear()
         driver.store(numbered(2, granule=BIG))
         assert flushed == []
+
+
+# --- the quota, to the byte --------------------------------------------------------------------------------
+
+
+class Measuring(Device):
+    """Notes what is on the disk at the moment in which it is most: a new file is written, none is named yet."""
+
+    peaks: list[int] = []  # noqa: RUF012 - emptied by the test
+
+    def publish(self, temp: TempFile, path: str) -> None:
+        unnamed = temp.disk if not temp.name else 0
+        self.peaks.append(disk_usage(self.paths.root) + unnamed)
+        super().publish(temp, path)
+
+
+@pytest.mark.parametrize("granule", [16, 3000, 20_001])
+def test_files_under_way_count_against_the_quota(rig: FsRig, granule: int) -> None:
+    rig.device = Measuring
+    Measuring.peaks.clear()
+    quota = 1 << 20
+    with rig.opened(quota_bytes=quota, write_threads=1) as driver:
+        for i in range(2 * quota // (2 * granule + 8192)):
+            assert driver.store(numbered(i, granule=granule)).ok
+            assert rig.usage() <= quota
+        assert driver.value("evicted") > 10
+    assert max(Measuring.peaks) <= quota
+    assert max(Measuring.peaks) > 0.9 * quota, "and it is used"
 
 
 # --- slow disks --------------------------------------------------------------------------------------------
