@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from typing import Any
 
 import httpx
@@ -199,3 +201,16 @@ def test_detokenize_refuses_ids_that_no_token_has(front: Front) -> None:
 def test_bodies_that_are_made_to_hurt_are_a_client_error(front: Front, raw: bytes) -> None:
     answer = httpx.post(f"{front.url}/v1/completions", content=raw, timeout=30)
     refusal(answer)
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error_of_ours(
+    front: Front, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, port = front.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as half:
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+    until = time.monotonic() + 10
+    while 'status="499"' not in front.get("/metrics").text:
+        assert time.monotonic() < until, "the abandoned request isn't counted as one"
+        time.sleep(0.05)
+    assert "Traceback" not in caplog.text and "failed" not in caplog.text

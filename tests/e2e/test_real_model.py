@@ -98,7 +98,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     cluster.start_store()
     cluster.start_pair("worker1", "front1")
     yield Run(cluster, prompts())
-    note(f"close calls (two best within {CLOSE}): see the run's summary")
     cluster.stop()
 
 

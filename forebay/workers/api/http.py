@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -37,15 +38,18 @@ def error_response(error: ApiError) -> Response:
 
 
 async def body_of(request: Request) -> bytes:
-    """The request's body, at most BODY_BYTES_MAX of it. Raises ApiError 413."""
+    """The request's body, at most BODY_BYTES_MAX of it. Raises ApiError 413; ClientGone if it ends in the middle."""
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length) > BODY_BYTES_MAX:
         raise too_large(BODY_BYTES_MAX)
     data = bytearray()
-    async for part in request.stream():
-        data += part
-        if len(data) > BODY_BYTES_MAX:
-            raise too_large(BODY_BYTES_MAX)
+    try:
+        async for part in request.stream():
+            data += part
+            if len(data) > BODY_BYTES_MAX:
+                raise too_large(BODY_BYTES_MAX)
+    except ClientDisconnect as error:
+        raise ClientGone from error
     return bytes(data)
 
 
