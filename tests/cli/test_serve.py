@@ -230,7 +230,14 @@ def test_another_one_on_the_same_port_is_refused(serving: Serving) -> None:
 
 def test_sigterm_stops_everything_and_a_restart_hits_the_files(serving: Serving) -> None:
     before = serving.complete(PROMPT)
-    assert serving.stop() == 0
+    body = {"prompt": PROMPT, "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"http://127.0.0.1:{serving.port}/v1/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        assert serving.stop() == 0
+        rest = [line for line in lines if line]
+    assert "the server stops" in rest[-1], "an open stream is told"
+    assert "Traceback" not in serving.log
     serving.nothing_left()
     serving.start()
     serving.ready()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import signal
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 BACKLOG = 1024
 STOP_S = 2
 """How long streams may go on after SIGTERM. A supervisor that replaces us has a client's patience, no more."""
+ENDING_S = 2
+"""How long it may then take to tell their clients."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ def run_frontend(config: FrontendConfig) -> int:
         service = ApiService(link, codec, chat, Metrics(), config.label)
         bound.listen(BACKLOG)
         log.info("serving on http://%s:%d", config.host, config.port)
-        serve_app(make_app(service, keys), bound)
+        serve_app(make_app(service, keys), link, bound)
     return 0
 
 
@@ -110,15 +113,30 @@ def _converted(model: Path) -> Path:
     return checkpoint_directory(model)
 
 
-def serve_app(app: ASGIApp, listener: socket.socket) -> None:
+class AppServer(uvicorn.Server):
+    """uvicorn, but answers that are still open when it stops are ended in order, not torn."""
+
+    def __init__(self, app: ASGIApp, link: WorkerLink) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app, loop="uvloop", http="httptools", log_level="warning", access_log=False, server_header=False,
+                timeout_graceful_shutdown=STOP_S + ENDING_S,
+            )
+        )  # fmt: skip
+        self._link = link
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn: stop accepting, then wait for what is open."""
+        ending = asyncio.get_running_loop().call_later(STOP_S, self._link.end_all, "the server stops; try again")
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+
+def serve_app(app: ASGIApp, link: WorkerLink, listener: socket.socket) -> None:
     """Answer on a listening socket until SIGTERM or SIGINT."""
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app, loop="uvloop", http="httptools", log_level="warning", access_log=False, server_header=False,
-            timeout_graceful_shutdown=STOP_S,
-        )
-    )  # fmt: skip
     # uvicorn raises the signal again once it has stopped, for others to hear; for us it is a clean end.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: None)
-    server.run(sockets=[listener])
+    AppServer(app, link).run(sockets=[listener])

@@ -230,6 +230,13 @@ class WorkerLink:
             if self.connected and call.attempt:
                 self._send(Cancel(id=call.id, attempt=call.attempt))
 
+    def end_all(self, why: str) -> None:
+        """End every call; their clients are told why."""
+        for call in list(self.calls.values()):
+            if self.connected and call.attempt:
+                self._send(Cancel(id=call.id, attempt=call.attempt))
+            self._end(call, call.attempt, "cancelled", why)
+
     def _offer(self, call: Call) -> None:
         if self.connected and not call.held and call.id in self.calls:
             self._send(call.request())
