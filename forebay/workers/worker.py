@@ -10,7 +10,6 @@ import secrets
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator
 
 from forebay.errors import ForebayError
@@ -18,6 +17,7 @@ from forebay.ipc.sockets import listen, socket_path
 from forebay.kvstore.identity import encode_namespace
 from forebay.models.base import CausalLM
 from forebay.workers.assembly import Assembled, assemble, warm_up
+from forebay.workers.compute import ComputeThread
 from forebay.workers.config import WorkerConfig
 from forebay.workers.engine import Stop
 from forebay.workers.outbox import Batch
@@ -54,9 +54,10 @@ def run_worker(config: WorkerConfig, load: Loader | None = None) -> None:
     # come early wait in the backlog.
     listener = listen(path)
     try:
+        compute = ComputeThread()
         with _signals_exit():
-            model, weights = (load or _load_checkpoint)(config)
-            worker = Worker(config, model, weights)
+            model, weights = compute.call(lambda: (load or _load_checkpoint)(config))
+            worker = Worker(config, model, weights, compute)
         asyncio.run(worker.serve(listener))
     finally:
         listener.close()
@@ -64,19 +65,24 @@ def run_worker(config: WorkerConfig, load: Loader | None = None) -> None:
 
 
 class Worker:
-    """A loaded model with its engine, and the threads that run it."""
+    """A loaded model with its engine, and the threads that run it. `compute` is the thread that loaded it."""
 
-    def __init__(self, config: WorkerConfig, model: CausalLM, weights: bytes) -> None:
+    def __init__(self, config: WorkerConfig, model: CausalLM, weights: bytes, compute: ComputeThread) -> None:
         self.boot = secrets.token_hex(8)
         self._config = config
         self._model = model
         self._events = PoolEvents(config.events, config.events_replay, self.boot, config.model_label)
         self._server: WorkerServer | None = None
         self._failure: BaseException | None = None
-        self.parts: Assembled = assemble(model, weights, config, self._events, self._events.flush, self._send)
+        self._compute = compute
+        self._weights = weights
+        self.parts: Assembled = compute.call(self._assemble)
         self._events.group = self.parts.holdings.announced_group
-        warm_up(model, self.parts.engine.pools)
-        self._thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
+
+    def _assemble(self) -> Assembled:
+        parts = assemble(self._model, self._weights, self._config, self._events, self._events.flush, self._send)
+        warm_up(self._model, parts.engine.pools)
+        return parts
 
     async def serve(self, listener: socket.socket) -> None:
         """Serve front ends until told to stop. Raises EngineFailed."""
@@ -91,7 +97,7 @@ class Worker:
         self._events.attach(loop)
         if self.parts.transfer is not None:
             self.parts.transfer.start()
-        self._thread.start()
+        self._compute.start(self._run_engine)
         await self._server.start(listener)
         log.info("serving %s on %s", self._config.model_label, self._config.listen)
         await stop.wait()
@@ -105,7 +111,7 @@ class Worker:
     def _end(self) -> None:
         """Stop the engine after its step, store what it left, close the rest. Blocks."""
         self.parts.inbox.put(Stop())
-        self._thread.join(ENGINE_PATIENCE_S)
+        self._compute.finish(ENGINE_PATIENCE_S)
         if self.parts.transfer is not None:
             self.parts.transfer.stop(self._config.drain_s)
 
