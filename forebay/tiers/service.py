@@ -122,7 +122,9 @@ class TierService:
     def _attach_one(self, extent: int) -> None:
         descriptor = self._link.take_descriptor()
         try:
-            mapped = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+            # Page tables are filled now, not in the middle of a load.
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            mapped = mmap.mmap(descriptor, os.fstat(descriptor).st_size, flags=flags)
         finally:
             os.close(descriptor)
         if extent in self._maps:
