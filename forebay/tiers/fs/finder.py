@@ -16,7 +16,7 @@ from forebay.kvstore.header import ChunkHeader
 from forebay.tiers.base import ChunkId, LookupResult, Query
 from forebay.tiers.chunks import UNIT_BYTES, best_match
 from forebay.tiers.fs.inspect import front_of
-from forebay.tiers.fs.manifest import View, first_unit
+from forebay.tiers.fs.manifest import UNIT_DIGEST_BYTES, View, first_unit
 from forebay.tiers.fs.shelf import Shelf
 
 CANDIDATES_MAX = 16
@@ -93,7 +93,7 @@ class Finder:
         found: dict[ChunkId, ChunkHeader] = {}
         unknown = False
         if len(query.tokens) >= UNIT_BYTES:
-            unit = first_unit(query.tokens)
+            unit = query.first[:UNIT_DIGEST_BYTES] or first_unit(query.parent, query.tokens, b"")
             for child in view.children(query.group, query.parent, unit, CANDIDATES_MAX):
                 header = self.cache.get(child)
                 if header is not None:

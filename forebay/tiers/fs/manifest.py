@@ -1,7 +1,7 @@
 """What the directory holds, in LMDB: an index that can be thrown away, since the files are the truth.
 
     chunks    key+group          -> Record
-    children  parent+group       -> first unit's digest + key          (several a parent)
+    children  parent+group       -> first unit's key (its front) + key          (several a parent)
     order     class, stamp       -> key+group      class 0 is cold; the first entry is evicted first
     leaving   key+group          -> bytes, reason  removed from sight, file still to be unlinked
     writing   key+group          -> bytes          a file that may exist without a Record after a crash
@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lmdb
-import xxhash
 
-from forebay.kvstore.identity import KEY_BYTES
+from forebay.kvstore.identity import KEY_BYTES, chain
 from forebay.tiers.base import ChunkId
 from forebay.tiers.chunks import UNIT_BYTES
 
@@ -31,6 +30,7 @@ _DISK_AT = 32 + 32 + 8 + 8 + 4 + 4 + 8
 _TAIL = struct.Struct("<QB")
 _ORDER = struct.Struct(">BQ")
 _U64 = struct.Struct("<Q")
+UNIT_DIGEST_BYTES = 8
 _FIRST_STAMP = 1 << 40
 _BYTES_PER_CHUNK = 1024
 BROKEN = (
@@ -74,9 +74,9 @@ class Replaced:
     leaving: int
 
 
-def first_unit(tokens: bytes) -> bytes:
-    """What children of one parent are told apart by: a digest of their first unit's tokens."""
-    return xxhash.xxh3_64_digest(tokens[:UNIT_BYTES])
+def first_unit(parent: bytes, tokens: bytes, extra: bytes) -> bytes:
+    """What children of one parent are told apart by: the front of the chain's key after their first unit."""
+    return chain(parent, tokens[:UNIT_BYTES], extra)[0][:UNIT_DIGEST_BYTES]
 
 
 def _data(value: bytes | memoryview | None) -> bytes:

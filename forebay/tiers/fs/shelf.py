@@ -33,9 +33,9 @@ TOUCHES_MAX = 4096
 def record_of(header: ChunkHeader, block_length: int, disk: int, *, cold: bool) -> Record:
     """The manifest's record of a chunk with this header."""
     return Record(
-        parent=header.parent, namespace=header.namespace, unit=first_unit(header.tokens), start=header.start,
-        tokens=header.token_count, header=block_length, length=block_length + header.payload_length,
-        disk=disk, cold=cold,
+        parent=header.parent, namespace=header.namespace, start=header.start,
+        unit=first_unit(header.parent, header.tokens, header.extra), tokens=header.token_count,
+        header=block_length, length=block_length + header.payload_length, disk=disk, cold=cold,
     )  # fmt: skip
 
 

@@ -1,0 +1,240 @@
+"""The file tier through its own process, against raw O_DIRECT files of the same sizes in the same run.
+
+    python -m benchmarks.fs_tier [--directory DIR]
+
+Store and load move whole chunks between a pool in shared memory and files: one process hop, header, granule
+checksums (verified on every load), manifest, atomic naming. The limit writes and reads files with pwritev and
+preadv from the same memory, in as many threads, and does nothing else. Both take turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.report import Measure, Report, median, parser
+from forebay.kvstore.header import ChunkHeader, SlotState, encode_header, granule_checksums
+from forebay.kvstore.identity import chain, pack_tokens
+from forebay.tiers.base import ChunkId, JobResult, LoadJob, Query, StoreJob
+from forebay.tiers.host import HostLimits, TierHost
+from forebay.tiers.messages import OptionValue
+
+SIZES = {"1 MiB": 1 << 20, "4 MiB": 4 << 20}
+WORKING_SET = 192 << 20
+ROUNDS = 5
+WRITERS, READERS = 2, 4
+TOKENS = 256
+LOOKUP_KEYS = 1024
+LOOKUP_ROUNDS = 50
+HEADER = 4096
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk in the pool: where its slot is, and what a lookup asks."""
+
+    id: ChunkId
+    offset: int
+    length: int
+    query: Query
+
+
+class Pool:
+    """One extent, cut into slots of one size that all hold a chunk."""
+
+    def __init__(self, size: int) -> None:
+        self.descriptor = os.memfd_create("benchmark")
+        os.posix_fallocate(self.descriptor, 0, WORKING_SET)
+        self.memory = memoryview(mmap.mmap(self.descriptor, WORKING_SET))
+        self.size = size
+
+    def fill(self, seed: int) -> list[Chunk]:
+        """New chunks in all slots; only their tokens, and so their keys, differ between seeds."""
+        chunks = []
+        for number, offset in enumerate(range(0, WORKING_SET, self.size)):
+            payload = self.memory[offset + HEADER : offset + self.size]
+            payload[:8] = (seed << 32 | number).to_bytes(8, "little")
+            tokens = pack_tokens([seed * 10_000 + number] * TOKENS)
+            parent = b"p" * 32
+            length = len(payload) // 256 * 256
+            sums = granule_checksums(payload[:length], length // (TOKENS // 16))
+            key = chain(parent, tokens)[-1]
+            header = ChunkHeader(b"n" * 32, 0, key, parent, 0, tokens, "", b"", length, sums)
+            block = encode_header(header, state=SlotState.COMMITTED, generation=1)
+            assert len(block) == HEADER
+            self.memory[offset : offset + HEADER] = block
+            chunks.append(Chunk(ChunkId(0, key), offset, HEADER + length, Query(0, key, parent, tokens)))
+        return chunks
+
+
+def gigabytes_per_s(work: Callable[[], object]) -> float:
+    """Speed of one pass over the working set."""
+    began = time.perf_counter()
+    work()
+    return WORKING_SET / (time.perf_counter() - began) / 1e9
+
+
+class Raw:
+    """Files and nothing else."""
+
+    def __init__(self, folder: Path, pool: Pool) -> None:
+        self.folder = folder
+        self.pool = pool
+        folder.mkdir()
+
+    def _write(self, offset: int) -> None:
+        name = self.folder / f"{offset}"
+        descriptor = os.open(f"{name}.tmp", os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o600)
+        slot = self.pool.memory[offset : offset + self.pool.size]
+        assert os.pwritev(descriptor, [slot[:HEADER], slot[HEADER:]], 0) == self.pool.size
+        os.close(descriptor)
+        os.rename(f"{name}.tmp", name)
+
+    def _read(self, offset: int) -> None:
+        descriptor = os.open(self.folder / f"{offset}", os.O_RDONLY | os.O_DIRECT)
+        slot = self.pool.memory[offset : offset + self.pool.size]
+        assert os.preadv(descriptor, [slot[:HEADER], slot[HEADER:]], 0) == self.pool.size
+        os.close(descriptor)
+
+    def _all(self, threads: int, one: Callable[[int], None]) -> None:
+        with ThreadPoolExecutor(threads) as executor:
+            for _ in executor.map(one, range(0, WORKING_SET, self.pool.size)):
+                pass
+
+    def write(self) -> None:
+        """Every slot into a new file."""
+        self._all(WRITERS, self._write)
+
+    def read(self) -> None:
+        """Every file into its slot."""
+        self._all(READERS, self._read)
+
+    def remove(self) -> None:
+        """Make room for the next round."""
+        for path in self.folder.iterdir():
+            path.unlink()
+
+
+class Ours:
+    """The tier behind its host. The loop runs only while something is being waited for."""
+
+    def __init__(self, folder: Path, pool: Pool) -> None:
+        self.pool = pool
+        self._loop = asyncio.new_event_loop()
+        self._results: list[JobResult] = []
+        self._jobs = 0
+        self._loop.run_until_complete(self._start(folder))
+
+    async def _start(self, folder: Path) -> None:
+        options: dict[str, OptionValue] = {
+            "directory": str(folder), "quota_bytes": 8 * WORKING_SET, "write_queue_bytes": 2 * WORKING_SET,
+            "read_queue_bytes": 2 * WORKING_SET, "read_threads": READERS, "write_threads": WRITERS,
+        }  # fmt: skip
+        limits = HostLimits(store_queue_bytes=2 * WORKING_SET, load_queue_bytes=2 * WORKING_SET)
+        self.host = TierHost(
+            "fs", "fs", options, limits=limits, on_finished=self._results.extend, on_changes=lambda changes: None
+        )
+        await self.host.start({0: self.pool.descriptor})
+
+    def _next(self) -> int:
+        self._jobs += 1
+        return self._jobs
+
+    def _finish(self, count: int) -> None:
+        async def wait() -> None:
+            while len(self._results) < count:
+                await asyncio.sleep(0.0005)
+
+        self._loop.run_until_complete(wait())
+        assert all(result.ok for result in self._results), {result.reason for result in self._results}
+        self._results.clear()
+
+    def store(self, chunks: Sequence[Chunk]) -> None:
+        """Every slot to the tier."""
+        self.host.store([StoreJob(self._next(), c.id, b"p" * 32, 0, c.offset, c.length) for c in chunks])
+        self._finish(len(chunks))
+
+    def load(self, chunks: Sequence[Chunk]) -> None:
+        """Every chunk from the tier into its slot, verified."""
+        jobs = [LoadJob(self._next(), c.id, 0, c.offset + HEADER, c.length - HEADER, 60.0) for c in chunks]
+        self.host.load(jobs)
+        self._finish(len(chunks))
+
+    def clear(self) -> None:
+        """Make room for the next round, on the disk too."""
+
+        async def empty() -> None:
+            await self.host.clear(b"")
+            while (await self.host.stats()).values["bytes_leaving"]:
+                await asyncio.sleep(0.01)
+
+        self._loop.run_until_complete(empty())
+
+    def lookup_us(self, queries: Sequence[Query]) -> float:
+        """Microseconds a key for one batch, there and back."""
+        began = time.perf_counter()
+        self._loop.run_until_complete(self.host.lookup(queries, 10.0))
+        return (time.perf_counter() - began) / len(queries) * 1e6
+
+    def close(self) -> None:
+        """Stop the process."""
+        self._loop.run_until_complete(self.host.stop())
+        self._loop.close()
+
+
+def measure(report: Report, folder: Path, name: str, size: int) -> None:
+    """Store, load and look up chunks of one size."""
+    pool = Pool(size)
+    raw, ours = Raw(folder / f"raw-{size}", pool), Ours(folder / f"ours-{size}", pool)
+    speeds: dict[str, list[float]] = {key: [] for key in ("raw write", "store", "raw read", "load")}
+    for round_ in range(ROUNDS):
+        chunks = pool.fill(round_)
+        order: list[tuple[str, Callable[[], None]]] = [
+            ("raw write", raw.write), ("store", lambda c=chunks: ours.store(c)),  # type: ignore[misc]
+            ("raw read", raw.read), ("load", lambda c=chunks: ours.load(c)),  # type: ignore[misc]
+        ]  # fmt: skip
+        if round_ % 2:
+            order = [order[1], order[0], order[3], order[2]]
+        for key, work in order:
+            speeds[key].append(gigabytes_per_s(work))
+        if round_ == ROUNDS - 1:
+            queries = [chunk.query for chunk in chunks]
+            queries = (queries * (LOOKUP_KEYS // len(queries) + 1))[:LOOKUP_KEYS]
+            hits = median([ours.lookup_us(queries) for _ in range(LOOKUP_ROUNDS)])
+            absent = [Query(0, os.urandom(32), os.urandom(32), query.tokens) for query in queries]
+            misses = median([ours.lookup_us(absent) for _ in range(LOOKUP_ROUNDS)])
+        raw.remove()
+        ours.clear()
+    ours.close()
+    for key, limit in (("store", "raw write"), ("load", "raw read")):
+        value, best = median(speeds[key]), median(speeds[limit])
+        report.add(Measure(f"{key}, {name}", value, "GB/s", limit=best, ratio=value / best))
+    report.add(Measure(f"lookup, hits, {name}", hits, "us/key"))
+    report.add(Measure(f"lookup, misses, {name}", misses, "us/key"))
+
+
+def main() -> int:
+    """Run all."""
+    options = parser(__doc__)
+    options.add_argument("--directory", type=Path, help="where to write (default: a new folder in the temporary one)")
+    arguments = options.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="forebay-bench-", dir=arguments.directory))
+    report = Report("file tier against raw O_DIRECT files")
+    try:
+        for name, size in SIZES.items():
+            measure(report, folder, name, size)
+    finally:
+        shutil.rmtree(folder)
+    return report.print(arguments.json)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
