@@ -18,11 +18,13 @@ from forebay.tiers.base import ChunkId, JobResult, LoadJob, StoreJob
 
 @dataclass(eq=False)
 class Load:
-    """A promotion under way. `waiters` lookups want it; each gets a pin of its own when it is there."""
+    """A promotion under way. `waiters` lookups want it; each gets a pin of its own when it is there. A
+    `cleared` one is not wanted any more when it comes."""
 
     entry: Entry
     tier: str
     waiters: int = 0
+    cleared: bool = False
     done: bool = False
     ok: bool = False
 
@@ -100,7 +102,7 @@ class Cascade:
         del self.loading[load.entry]
         load.done = True
         header = self._acceptable(load.entry, result)
-        if header is None:
+        if header is None or load.cleared:
             self._core.counters.add(f"tier.{tier_name}.load_failed")
             self._core.promotion_failed(load.entry)
             return load
@@ -135,6 +137,22 @@ class Cascade:
             and header_bytes(header.token_count, len(header.extra)) == entry.payload_offset - entry.slot.offset
         )
         return header if same else None
+
+    def clear(self, namespace: bytes) -> None:
+        """What tiers are bringing of a namespace (all, if empty) is not to be published."""
+        for load in self.loading.values():
+            load.cleared |= namespace in (b"", load.entry.namespace)
+
+    def came_too_late(self, tier_name: str, result: JobResult) -> ChunkId | None:
+        """A chunk that was cleared, or found damaged, while it was being stored: the tier must forget it too.
+
+        Ask before `finished`.
+        """
+        entry = self.tiers[tier_name].stores.get(result.id)
+        if entry is None or not result.ok or entry.state is SlotState.COMMITTED:
+            return None
+        gone = self._core.removed.get(entry.id) in ("cleared", "corrupt")
+        return ChunkId(entry.group, entry.key) if gone else None
 
     @property
     def busy(self) -> bool:

@@ -359,6 +359,7 @@ class StoreService:
 
     async def _clear(self, request: Clear) -> Cleared:
         cleared = self.core.clear(request.namespace)
+        self.cascade.clear(request.namespace)
         for tier in self.tiers.values():
             await tier.clear(request.namespace)
         return Cleared(rid=request.rid, chunks=cleared)
@@ -368,6 +369,9 @@ class StoreService:
     def finished(self, tier: str, results: Sequence[JobResult]) -> None:
         """A tier reports jobs as finished: it doesn't touch their slots any more."""
         for result in results:
+            late = self.cascade.came_too_late(tier, result)
+            if late is not None:
+                self.tiers[tier].forget([late], "cleared")
             load = self.cascade.finished(tier, result)
             if load is not None:
                 self.reader.arrived(load)

@@ -170,3 +170,17 @@ def test_a_killed_tier_process_costs_misses_and_comes_back(store: FileStore) -> 
     while look(store, TOKENS)[0] != WHOLE:
         assert time.monotonic() < until, "the file tier did not come back"
         time.sleep(0.1)
+
+
+def test_what_was_cleared_stays_cleared_even_if_it_was_on_its_way_to_the_files(store: FileStore) -> None:
+    spec = namespace()
+    prompts = [[seed] * (4 * CHUNK) for seed in range(1, 40)]
+    with StoreClient(store.address) as client:
+        client.register(spec)
+        for tokens in prompts:
+            put(client, spec, tokens)
+        assert client.clear().chunks > 100
+    store.settled()
+    time.sleep(0.5)
+    assert [look(store, tokens)[0] for tokens in prompts] == [0] * len(prompts)
+    assert store.settled()["tier.fs.chunks"] == 0
