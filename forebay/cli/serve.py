@@ -169,4 +169,5 @@ def _ready(values: dict[str, Any], config: ServeConfig, health: Health, took_s: 
     kept = "no files" if values["no_fs"] else f"files in {values['fs'] or cache_dir() / 'kv'}"
     body = json.dumps({"model": health.model, "prompt": "The capital of France is", "max_tokens": 20, "temperature": 0})
     _tell(f"{health.model} is ready after {took_s:.0f} s; cache: {bytes_text(memory)} of memory, {kept}")
-    print(f"\n{_CURL.format(url=url, body=body)}\n\nserving on {url} (Ctrl-C stops everything)", flush=True)
+    watch = f"what the cache holds\n  forebay stat --socket {config.runtime / 'store.sock'}"
+    print(f"\n{_CURL.format(url=url, body=body)}\n\n{watch}\n\nserving on {url} (Ctrl-C stops everything)", flush=True)

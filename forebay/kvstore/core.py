@@ -227,8 +227,8 @@ class StoreCore:
         edge, ancestor = needed_from(group, entry.end), entry
         while ancestor.start > 0 and ancestor.end > edge:
             parent = self.table.get(entry.group, ancestor.parent)
-            if parent is None or parent.state is not SlotState.COMMITTED:
-                return
+            if parent is None or parent.state is not SlotState.COMMITTED or parent.end > ancestor.start:
+                return  # the chain's head isn't here (or, in a pool that was tampered with, is no head)
             ancestor = parent
         if ancestor is not entry and ancestor.end <= edge:
             self.place.demote(ancestor)

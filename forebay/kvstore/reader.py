@@ -153,11 +153,13 @@ class Reader:
         return running
 
     async def _check(self, entry: Entry) -> None:
-        if entry.state is SlotState.COMMITTED and not entry.verified:
-            self._core.pin(entry)
-            try:
-                intact = await asyncio.to_thread(self._intact, entry)
-            finally:
-                self._core.unpin(entry)
-            self._core.verified(entry, intact)
-        del self._checks[entry]
+        try:
+            if entry.state is SlotState.COMMITTED and not entry.verified:
+                self._core.pin(entry)
+                try:
+                    intact = await asyncio.to_thread(self._intact, entry)
+                finally:
+                    self._core.unpin(entry)
+                self._core.verified(entry, intact)
+        finally:
+            del self._checks[entry]

@@ -128,8 +128,15 @@ class Connection(asyncio.Protocol):
             reply = await answer
         except ForebayError as error:
             reply = self._refusal(request, error)
-        if not self.closed:
+        except Exception:
+            log.exception("a %s failed in a way it should not", type(request).__name__)
+            reply = self._refusal(request, RequestRefused("internal", "the store failed; its log has the details"))
+        if self.closed:
+            return
+        try:
             self.send(reply)
+        except ProtocolError as error:  # over the limit of a frame
+            self.send(self._refusal(request, RequestRefused("limits", str(error))))
 
     @staticmethod
     def _refusal(request: Request, error: ForebayError) -> Refused:

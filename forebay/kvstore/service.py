@@ -18,7 +18,7 @@ from forebay.kvstore.core import Client, StoreCore
 from forebay.kvstore.entry import Entry
 from forebay.kvstore.extents import ClientLocks, PoolFiles
 from forebay.kvstore.header import SlotState
-from forebay.kvstore.identity import KEY_BYTES, MATCH_UNIT, chain, decode_namespace
+from forebay.kvstore.identity import KEY_BYTES, MATCH_UNIT, chain, decode_namespace, encode_namespace
 from forebay.kvstore.lookup import Pinned, Prompt, match
 from forebay.kvstore.protocol import (
     BATCH_ITEMS_MAX,
@@ -183,9 +183,10 @@ class StoreService:
             namespace_id = self.core.register(namespace, _plain(request.label))
         except ValueError as error:
             raise RequestRefused("namespace", str(error)) from error
-        self.pool.save_namespace(namespace_id, request.namespace)
+        encoded = encode_namespace(namespace)
+        self.pool.save_namespace(namespace_id, encoded)
         for tier in self.tiers.values():
-            tier.note_namespace(namespace_id, request.namespace)
+            tier.note_namespace(namespace_id, encoded)
         self.announcer.register(namespace_id)
         return Registered(rid=request.rid, namespace=namespace_id)
 

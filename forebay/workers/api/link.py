@@ -120,7 +120,11 @@ class WorkerLink:
         """Cut a connection on which nothing is heard: the worker hangs, or never said what it is."""
         loop = asyncio.get_running_loop()
         while True:
+            before = loop.time()
             await asyncio.sleep(SILENCE_S / 8)
+            if loop.time() - before > SILENCE_S / 2:
+                # We stood still ourselves, with the worker's heartbeats unread: that says nothing about it.
+                self._heard = loop.time()
             patience = SILENCE_S if self._described.is_set() else DESCRIBE_S
             if loop.time() - self._heard > patience and self._writer is not None:
                 if self._described.is_set():

@@ -42,6 +42,8 @@ COMPLETION_TOKENS = 16
 """`max_tokens` of a completion that doesn't say (OpenAI's default)."""
 INLINE_CHARACTERS = 2000
 """Longer texts are tokenised on a thread, so that other streams go on."""
+CHARACTERS_A_TOKEN_MAX = 16
+"""No text that fits has more, but for endless runs of one character."""
 
 
 @dataclass
@@ -117,7 +119,16 @@ class ApiService:
             raise bad(str(error), "messages") from error
 
     async def encode(self, text: str, *, special: bool) -> list[int]:
-        """Token ids of a text, with a beginning-of-sequence token if `special`."""
+        """Token ids of a text, with a beginning-of-sequence token if `special`.
+
+        Raises ApiError for a text that can't fit: tokenising megabytes would keep the interpreter for seconds.
+        """
+        longest = CHARACTERS_A_TOKEN_MAX * self.worker.max_context
+        if len(text) > longest:
+            raise ApiError(
+                400, f"the text has {len(text)} characters; a context of {self.worker.max_context} tokens can't hold "
+                f"more than {longest}", param="prompt", code="context_length_exceeded",
+            )  # fmt: skip
         if len(text) <= INLINE_CHARACTERS:
             return self.codec.encode(text, add_bos=special)
         return await asyncio.to_thread(self.codec.encode, text, add_bos=special)
