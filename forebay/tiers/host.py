@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from forebay.errors import ProtocolError
 from forebay.tiers.base import (
     ChunkId,
     JobResult,
@@ -249,7 +250,7 @@ class TierHost:
         future: asyncio.Future[FromTier] = asyncio.get_running_loop().create_future()
         self._requests[rid] = future
         try:
-            if not channel.send(make(rid)):
+            if not self._send_request(channel, make(rid)):
                 self._counts["requests_refused"] += 1
                 return None
             # Not wait_for: the answer is no task of ours, and being cancelled from outside must pass through.
@@ -260,6 +261,13 @@ class TierHost:
             return None
         finally:
             self._requests.pop(rid, None)
+
+    def _send_request(self, channel: Channel, message: object) -> bool:
+        try:
+            return channel.send(message)
+        except ProtocolError as error:  # more in one batch than a frame holds
+            log.error("tier %s: a request is refused: %s", self.name, error)
+            return False
 
     def store(self, jobs: Sequence[StoreJob]) -> None:
         """Hand over stores. Whatever is over the budget finishes as `dropped`, without a process as `io`."""

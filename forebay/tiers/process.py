@@ -60,12 +60,13 @@ class TierProcess:
         connection.setblocking(False)
         self._link = DaemonLink(connection)
         self._waker = Waker()
-        self._stopping = False
 
     def run(self) -> int:
         """Serve until the daemon says Stop or is gone; returns the exit code."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the daemon, which tells us what to do
-        signal.signal(signal.SIGTERM, self._on_term)
+        # Both are sent to whole groups of processes. The daemon decides what to do and tells us; if it can't
+        # any more, the socket ends.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         start = self._first_message()
         if start is None:
             return 0
@@ -81,10 +82,6 @@ class TierProcess:
             self._link.flush(timeout_s=1.0)
         return 5 if service.failed else 0
 
-    def _on_term(self, number: int, frame: object) -> None:
-        self._stopping = True
-        self._waker.wake()
-
     def _first_message(self) -> Start | None:
         while not self._link.closed:
             self._link.wait(None, self._waker.descriptor)
@@ -93,8 +90,6 @@ class TierProcess:
                     log.error("the daemon's first message is %s, not Start", type(message).__name__)
                     return None
                 return message
-            if self._stopping:
-                return None
         return None
 
     def _open(self, start: Start) -> SecondaryTier | None:
@@ -115,7 +110,7 @@ class TierProcess:
         self._link.flush(timeout_s=1.0)
 
     def _loop(self, service: TierService) -> None:
-        while not (self._link.closed or self._stopping or service.stopping):
+        while not (self._link.closed or service.stopping):
             # Messages that came in one read with Start are waiting already.
             self._link.wait(service.next_look_s(), self._waker.descriptor)
             self._waker.clear()

@@ -207,9 +207,11 @@ class Gated(Device):
     read_gate = threading.Event()
     reading = threading.Event()
 
-    def write(self, block: bytes, payload: memoryview, buffer: AlignedBuffer, *, aligned: bool) -> TempFile:
+    def write(
+        self, path: str, block: bytes, payload: memoryview, buffer: AlignedBuffer, *, aligned: bool
+    ) -> TempFile:
         assert self.write_gate.wait(20)
-        return super().write(block, payload, buffer, aligned=aligned)
+        return super().write(path, block, payload, buffer, aligned=aligned)
 
     def read(
         self, descriptor: int, expected: Expected, payload: memoryview, buffer: AlignedBuffer, *, direct: bool

@@ -16,7 +16,6 @@ from forebay.tiers.fs.manifest import Manifest, Record
 from forebay.tiers.fs.opening import directory_id, lock_directory, make_folders
 from forebay.tiers.fs.options import FsOptions
 from forebay.tiers.fs.paths import Paths
-from forebay.tiers.fs.reconcile import announce
 from forebay.tiers.fs.state import State
 from forebay.tiers.fs.tier import FsTier
 from tests.tiers.fs_rig import FsRig
@@ -70,6 +69,8 @@ def test_what_is_held_is_announced_after_a_restart_once(rig: FsRig) -> None:
         driver.pump()
         assert sorted(c.chunk.key for c in driver.changes) == sorted(c.id.key for c in [*old, new])
         assert all(change.stored for change in driver.changes)
+        headers = {change.chunk: decode_header(change.header) for change in driver.changes}
+        assert headers == {chunk.id: chunk.header for chunk in [*old, new]}
 
 
 @pytest.mark.parametrize("loss", ["removed", "garbage", "cut short", "other boot", "other directory", "asked for"])
@@ -236,13 +237,3 @@ def test_two_hundred_thousand_chunks_start_in_under_two_seconds(rig: FsRig, tmp_
     assert took < 2.0, f"start took {took:.2f} s"
     assert {result.outcome for result in found} == {"hit"}
     assert lookups < 1.0, f"1,000 lookups took {lookups:.3f} s"
-
-
-def test_announcing_reads_no_more_than_a_step_at_a_time(rig: FsRig) -> None:
-    with rig.opened() as driver:
-        for i in range(3):
-            driver.store(numbered(i))
-    with rig.opened() as driver:
-        assert list(announce(rig.tier._shelf)) == []
-        driver.until(lambda: len(driver.changes) >= 3, "announcements")
-        assert decode_header(driver.changes[0].header).token_count == 32

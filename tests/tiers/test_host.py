@@ -493,6 +493,28 @@ def test_the_lock_is_held_for_as_long_as_the_process_may_write(pool: Pool, tmp_p
     asyncio.run(scenario())
 
 
+def test_signals_that_go_to_the_whole_group_are_left_to_the_daemon(pool: Pool) -> None:
+    async def scenario() -> None:
+        async with hosted(pool, "memory") as w:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                os.kill(w.suspect, number)
+            await w.host.stats()
+            assert w.host.alive
+            assert w.host.pid == w.suspect
+
+    asyncio.run(scenario())
+
+
+def test_a_batch_that_no_frame_holds_is_retry(pool: Pool) -> None:
+    async def scenario() -> None:
+        async with hosted(pool, "memory") as w:
+            query = make_chunk(range(65536), granule=16).query()
+            assert {found.outcome for found in await w.host.lookup([query] * 80, 1.0)} == {"retry"}
+            assert (await w.host.lookup([query], 1.0))[0].outcome == "miss"
+
+    asyncio.run(scenario())
+
+
 _PARENT = """
 import asyncio, os, sys
 from forebay.tiers.host import TierHost

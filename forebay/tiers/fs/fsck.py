@@ -16,7 +16,7 @@ from forebay.tiers.base import ChunkId
 from forebay.tiers.fs.device import Device
 from forebay.tiers.fs.inspect import check_payload, front_of
 from forebay.tiers.fs.manifest import Manifest
-from forebay.tiers.fs.paths import Paths, chunk_of_name, fan_out
+from forebay.tiers.fs.paths import Paths, chunk_of_name
 
 PROBLEMS_MAX = 10_000
 PROGRESS_FILES = 64
@@ -119,10 +119,10 @@ def _check_file(device: Device, path: str, report: FsckReport, good: set[ChunkId
 
 
 def _check_place(paths: Paths, path: str) -> None:
-    name = os.path.basename(path)
-    if chunk_of_name(name) is None:
+    chunk = chunk_of_name(os.path.basename(path))
+    if chunk is None:
         raise CorruptChunk("the name is no chunk's")
-    if path != f"{paths.chunks}/{fan_out(name)}/{name}":
+    if path != paths.chunk(chunk):
         raise CorruptChunk("the file is in the wrong folder")
 
 

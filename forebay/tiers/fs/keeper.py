@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import lmdb
 
 from forebay.tiers.fs.outbox import Outbox
-from forebay.tiers.fs.reconcile import Leaf
 from forebay.tiers.fs.shelf import Shelf
 from forebay.tiers.fs.state import State
 
@@ -19,8 +18,6 @@ log = logging.getLogger("forebay.tier.fs")
 FLUSH_S = 2.0
 HEALTHY_S = 30.0
 REAP_FILES = 256
-STEP_FILES = 64
-STEP_FOLDERS = 256
 STEP_PAUSE_S = 0.02
 """Between two steps of a slow walk: 200,000 files take a minute, and the disk hardly notices."""
 TRIM_BYTES = 256 << 20
@@ -29,11 +26,11 @@ TRIM_BYTES = 256 << 20
 class Keeper:
     """Runs until `close`. `kick` makes it look at once."""
 
-    def __init__(self, shelf: Shelf, outbox: Outbox, state: State, walk: Iterator[Leaf], *, fast: bool) -> None:
+    def __init__(self, shelf: Shelf, outbox: Outbox, state: State, walk: Iterator[int], *, fast: bool) -> None:
         self._shelf = shelf
         self._outbox = outbox
         self._state = state
-        self._walk: Iterator[Leaf] | None = walk
+        self._walk: Iterator[int] | None = walk
         self._fast = fast
         self._kicked = threading.Event()
         self._closing = False
@@ -81,17 +78,10 @@ class Keeper:
             self._shelf.quarantine.recount()
 
     def step(self) -> None:
-        """Some folders of the walk, until there was something to do."""
-        files = 0
-        for _ in range(STEP_FOLDERS):
-            if self._walk is None or files >= STEP_FILES:
-                break
-            leaf = next(self._walk, None)
-            if leaf is None:
-                self._walk = None
-                self._shelf.ledger.open = True
-            else:
-                files += leaf.files
+        """One step of the walk."""
+        if self._walk is not None and next(self._walk, None) is None:
+            self._walk = None
+            self._shelf.ledger.open = True
         self.trim()
 
     def trim(self) -> bool:

@@ -140,16 +140,13 @@ class View:
                 more = cursor.next_dup()
         return found
 
-    def with_prefix(self, prefix: bytes, mask: int) -> list[tuple[ChunkId, Record]]:
-        """Records whose key begins with `prefix` and then, in its next byte's upper half, with `mask`."""
-        found = []
+    def in_folder(self, first_byte: int) -> list[ChunkId]:
+        """Chunks whose key begins with this byte, in order."""
+        found: list[ChunkId] = []
         with self._txn.cursor(db=self._m.chunks) as cursor:
-            more = cursor.set_range(prefix + bytes([mask << 4]))
-            while more:
-                key = _data(cursor.key())
-                if not key.startswith(prefix) or key[len(prefix)] >> 4 != mask:
-                    break
-                found.append((_unpack(key), _decode(_data(cursor.value()))))
+            more = cursor.set_range(bytes([first_byte]))
+            while more and (key := _data(cursor.key()))[0] == first_byte:
+                found.append(_unpack(key))
                 more = cursor.next()
         return found
 

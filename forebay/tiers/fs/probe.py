@@ -33,7 +33,7 @@ def _write_and_read(shelf: Shelf) -> None:
     buffer, memory = AlignedBuffer(), AlignedBuffer(2 * _PAYLOAD)
     block = secrets.token_bytes(ALIGNMENT)
     payload = memory.view(2 * _PAYLOAD)
-    temp = device.write(block, payload[:_PAYLOAD], buffer, aligned=True)
+    temp = device.write(path, block, payload[:_PAYLOAD], buffer, aligned=True)
     try:
         device.publish(temp, path)
         length = ALIGNMENT + _PAYLOAD

@@ -8,24 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from forebay.tiers.base import ChunkId
-from forebay.tiers.fs.paths import chunk_of_name, fan_out
+from forebay.tiers.fs.paths import FOLDERS, chunk_of_name, folder_name
 from forebay.tiers.fs.shelf import Shelf
 
-_HEX = "0123456789abcdef"
-ANNOUNCE_STEP = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """What one folder needed."""
-
-    files: int
-    adopted: int
-    foreign: int
-    vanished: int
+STEP = 64
+"""Files between two pauses of a slow walk."""
 
 
 def finish_interrupted(shelf: Shelf) -> int:
@@ -48,48 +37,45 @@ def remove_leftovers(shelf: Shelf) -> int:
     return removed
 
 
-def announce(shelf: Shelf) -> Iterator[Leaf]:
-    """Tell what an earlier process left, a few hundred chunks a step: after a start nobody else knows it."""
-    told = 0
-    for folder in range(4096):
+def announce(shelf: Shelf) -> Iterator[int]:
+    """Tell what an earlier process left: after a start nobody else knows it. Yields after each step how many
+    files it has looked at."""
+    for folder in range(FOLDERS):
         with shelf.manifest.reading() as view:
-            known = [chunk for chunk, _ in view.with_prefix(bytes([folder >> 4]), folder & 15)]
-        for chunk in known:
-            shelf.announce(chunk)
-            told += 1
-            if told % ANNOUNCE_STEP == 0:
-                yield Leaf(ANNOUNCE_STEP, 0, 0, 0)
+            known = view.in_folder(folder)
+        for at in range(0, len(known), STEP):
+            for chunk in known[at : at + STEP]:
+                shelf.announce(chunk)
+            yield min(STEP, len(known) - at)
     shelf.all_announced()
 
 
-def reconcile(shelf: Shelf) -> Iterator[Leaf]:
-    """Compare all folders with the manifest, one a step."""
-    for first in range(256):
-        for second in range(16):
-            yield _leaf(shelf, first, second)
+def reconcile(shelf: Shelf) -> Iterator[int]:
+    """Compare all folders with the manifest. Yields after each step how many files it has looked at."""
+    for folder in range(FOLDERS):
+        yield from _compare(shelf, folder)
 
 
-def _leaf(shelf: Shelf, first: int, second: int) -> Leaf:
-    folder = f"{first:02x}/{_HEX[second]}"
+def _compare(shelf: Shelf, folder: int) -> Iterator[int]:
     # The manifest first: what is stored in between has a file, and what is removed is looked at again.
     with shelf.manifest.reading() as view:
-        known = {chunk for chunk, _ in view.with_prefix(bytes([first]), second)}
-    names = _names(f"{shelf.device.paths.chunks}/{folder}")
+        known = set(view.in_folder(folder))
+    path = f"{shelf.device.paths.chunks}/{folder_name(folder)}"
+    names = _names(path)
     present: set[ChunkId] = set()
-    adopted = foreign = 0
-    for name in names:
-        chunk = chunk_of_name(name)
-        if chunk is None or fan_out(name) != folder:
-            foreign += 1
-            shelf.foreign(f"{shelf.device.paths.chunks}/{folder}/{name}")
-            continue
-        present.add(chunk)
-        if chunk not in known:
-            adopted += shelf.adopt(chunk)
-    vanished = 0
+    for at in range(0, len(names), STEP):
+        some = names[at : at + STEP]
+        for name in some:
+            chunk = chunk_of_name(name)
+            if chunk is None or chunk.key[0] != folder:
+                shelf.foreign(f"{path}/{name}")
+                continue
+            present.add(chunk)
+            if chunk not in known:
+                shelf.adopt(chunk)
+        yield len(some)
     for chunk in known - present:
-        vanished += shelf.vanished(chunk)
-    return Leaf(len(names), adopted, foreign, vanished)
+        shelf.vanished(chunk)
 
 
 def _names(folder: str) -> list[str]:

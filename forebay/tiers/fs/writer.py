@@ -123,7 +123,8 @@ class Writer:
         buffer = getattr(self._local, "buffer", None)
         if buffer is None:
             buffer = self._local.buffer = AlignedBuffer()
-        temp = device.write(slot.block, slot.payload, buffer, aligned=job.offset % ALIGNMENT == 0)
+        path = device.paths.chunk(job.chunk)
+        temp = device.write(path, slot.block, slot.payload, buffer, aligned=job.offset % ALIGNMENT == 0)
         try:
             front = Front(slot.header, slot.block, job.length, temp.disk, temp.inode)
             self._shelf.publish(job.chunk, temp, front, reserved, cold=job.cold)
