@@ -49,11 +49,15 @@ def paged_attention(
     plan = batch.once(("attention", group, window), lambda: _plan(batch, group, window, pool))
     if scale != 1.0:
         q = q * scale
+    if plan.whole is not None:
+        return _attend_decodes(q, pool, layer_in_group, plan.whole, softcap)
     out = torch.empty_like(q)
     for prefill in plan.prefills:
         _attend_prefill(q, pool, layer_in_group, batch, prefill, window, softcap, out)
     for decodes in plan.decodes:
-        _attend_decodes(q, pool, layer_in_group, decodes, softcap, out)
+        rows = q.index_select(0, decodes.rows)
+        mixed = _attend_decodes(rows, pool, layer_in_group, decodes, softcap)
+        out.index_copy_(0, decodes.rows, mixed)
     return out
 
 
@@ -73,13 +77,13 @@ class _Prefill:
 class _Decodes:
     """`count` sequences of one new token each, padded to a common number of blocks.
 
-    `rows` [count] are their rows of the flat batch, None if they are the whole batch in order. `mask`
+    `rows` [count] are their rows of the flat batch, in order. `mask`
     [count, 1, n * 16] adds -inf to positions that aren't theirs. A single sequence needs none: it sees positions
     `seen` of its blocks.
     """
 
     count: int
-    rows: Tensor | None
+    rows: Tensor
     runs: Tensor
     mask: Tensor | None
     seen: slice
@@ -89,6 +93,11 @@ class _Decodes:
 class _Plan:
     prefills: tuple[_Prefill, ...]
     decodes: tuple[_Decodes, ...]
+
+    @property
+    def whole(self) -> _Decodes | None:
+        """The decodes, if they go together and are all of the batch."""
+        return self.decodes[0] if not self.prefills and len(self.decodes) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +131,7 @@ def _plan(batch: Batch, group: str, window: int | None, pool: Tensor) -> _Plan:
         blocks = tables[i, first : (span.total_len - 1) // BLOCK_TOKENS + 1]
         prefills.append(_Prefill(span, _runs(pool, blocks[None]), first * BLOCK_TOKENS))
     most = max(1, DECODE_GATHER_BYTES // _kv_bytes(pool))
-    decodes = [_join(part, tables, pool, whole=len(part) == batch.num_tokens) for part in _by_length(singles, most)]
+    decodes = [_join(part, tables, pool) for part in _by_length(singles, most)]
     return _Plan(tuple(prefills), tuple(decodes))
 
 
@@ -139,9 +148,9 @@ def _by_length(reaches: list[_Reach], most_blocks: int) -> Iterator[list[_Reach]
         yield sorted(part, key=lambda reach: reach.row)
 
 
-def _join(part: list[_Reach], tables: Tensor, pool: Tensor, *, whole: bool) -> _Decodes:
+def _join(part: list[_Reach], tables: Tensor, pool: Tensor) -> _Decodes:
     device = tables.device
-    rows = None if whole else torch.tensor([reach.row for reach in part], device=device)
+    rows = torch.tensor([reach.row for reach in part], device=device)
     if len(part) == 1:
         reach = part[0]
         blocks = tables[reach.index, reach.first_block : reach.first_block + reach.num_blocks]
@@ -187,8 +196,10 @@ def _gather(pool: Tensor, layer_in_group: int, runs: Tensor, count: int) -> tupl
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a [N, r, c] @ b [N, c, n], either factor possibly a slice or a transposed view."""
+    if a.shape[0] == 1:
+        return torch.mm(a[0], b[0])[None]
     whole = b.is_contiguous() or b.transpose(1, 2).is_contiguous()
-    if a.device.type != "cpu" or (whole and a.shape[0] > 1):
+    if a.device.type != "cpu" or whole:
         return torch.bmm(a, b)
     # On the CPU a batched product first copies a factor that is a slice of a batch; a plain one doesn't.
     out = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
@@ -257,29 +268,18 @@ def _triangle(size: int, like: Tensor, *, below: bool) -> Tensor:
 # --- decode --------------------------------------------------------------------------------------------------
 
 
-def _attend_decodes(
-    q: Tensor,
-    pool: Tensor,
-    layer_in_group: int,
-    decodes: _Decodes,
-    softcap: float | None,
-    out: Tensor,
-) -> None:
-    count, kv_heads = decodes.count, pool.shape[3]
-    heads, dim = q.shape[1:]
+def _attend_decodes(q: Tensor, pool: Tensor, layer_in_group: int, decodes: _Decodes, softcap: float | None) -> Tensor:
+    """`q` [count, heads, head_dim], the decodes' own rows. Returns the same shape."""
+    count, heads, dim = q.shape
+    kv_heads = pool.shape[3]
     k, v = _gather(pool, layer_in_group, decodes.runs, count)
-    rows = q if decodes.rows is None else q.index_select(0, decodes.rows)
-    rows = rows.reshape(count * kv_heads, heads // kv_heads, dim)
-    scores = _product(rows, k[:, decodes.seen].transpose(1, 2))
+    folded = q.reshape(count * kv_heads, heads // kv_heads, dim)
+    scores = _product(folded, k[:, decodes.seen].transpose(1, 2))
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
     if decodes.mask is not None:
         scores.view(count, heads, -1).add_(decodes.mask)
-    mixed = _product(torch.softmax(scores, dim=-1), v[:, decodes.seen]).view(count, heads, dim)
-    if decodes.rows is None:
-        out.copy_(mixed)
-    else:
-        out.index_copy_(0, decodes.rows, mixed)
+    return _product(torch.softmax(scores, dim=-1), v[:, decodes.seen]).view(count, heads, dim)
 
 
 # --- the oracle ----------------------------------------------------------------------------------------------
