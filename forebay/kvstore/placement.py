@@ -27,10 +27,12 @@ class Placement:
     cut: Callable[[int, int], None]
     new_policy: Callable[[], EvictionPolicy] = Lru
     slots: SlotAllocator = field(default_factory=SlotAllocator)
-    policies: dict[int, EvictionPolicy] = field(default_factory=dict)
     residents: dict[int, set[Entry]] = field(default_factory=dict)
     busy: dict[int, int] = field(default_factory=dict)
     stamp: int = 0
+
+    def __post_init__(self) -> None:
+        self.policy = self.new_policy()
 
     def add_extent(self, extent: int, size: int) -> None:
         """Take an uncut extent into the budget."""
@@ -44,7 +46,7 @@ class Placement:
             return slot
         if self._cut_one(slot_bytes):
             return self.slots.take(slot_bytes)
-        victim = self._victim_of(slot_bytes)
+        victim = self.policy.victim(slot_bytes)
         extent = self._coldest_extent(slot_bytes, victim.stamp if victim else None)
         if extent is not None:
             self._evict_all(extent)
@@ -65,10 +67,6 @@ class Placement:
         self.cut(extent, slot_bytes)
         self.slots.cut(extent, slot_bytes)
         return True
-
-    def _victim_of(self, slot_bytes: int) -> Entry | None:
-        policy = self.policies.get(slot_bytes)
-        return policy.victim() if policy else None
 
     def _coldest_extent(self, slot_bytes: int, colder_than: int | None) -> Extent | None:
         """The least recently used extent of another size that nothing holds; walks extents, not entries.
@@ -111,30 +109,24 @@ class Placement:
         self.stamp += 1
         entry.stamp = self.stamp
         self.slots.extents[entry.slot.extent].last_used = self.stamp
-        self.policies.setdefault(entry.slot_bytes, self.new_policy()).add(entry)
+        self.policy.add(entry)
 
     def pinned(self, entry: Entry) -> None:
         """Somebody needs `entry`: it can't be evicted."""
         self.busy[entry.slot.extent] += 1
-        self.policies[entry.slot_bytes].remove(entry)
+        self.policy.remove(entry)
 
     def demote(self, entry: Entry) -> None:
         """`entry` is the first to go, if it may go at all."""
-        policy = self.policies.get(entry.slot_bytes)
-        if policy is not None:
-            entry.stamp = 0
-            policy.demote(entry)
+        entry.stamp = 0
+        self.policy.demote(entry)
 
     def leave(self, entry: Entry, *, keep_slot: bool = False) -> None:
         """`entry` is gone. Its slot is free, or with `keep_slot` stays held (quarantine)."""
         evictable = entry.pins == 0
         self.residents[entry.slot.extent].discard(entry)
         if evictable:
-            policy = self.policies.get(entry.slot_bytes)
-            if policy is not None:
-                policy.remove(entry)
-                if not len(policy):
-                    del self.policies[entry.slot_bytes]
+            self.policy.remove(entry)
         if keep_slot:
             if evictable:
                 self.busy[entry.slot.extent] += 1

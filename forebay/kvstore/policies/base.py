@@ -13,7 +13,7 @@ from forebay.kvstore.entry import Entry
 
 
 class EvictionPolicy(ABC):
-    """Orders evictable entries of one slot size. All methods are O(log n) or better but `__iter__`."""
+    """Orders evictable entries of all slot sizes. All methods are O(log n) or better but `__iter__`."""
 
     @abstractmethod
     def add(self, entry: Entry) -> None:
@@ -28,15 +28,15 @@ class EvictionPolicy(ABC):
         """`entry` is pinned or gone. Ignored if unknown."""
 
     @abstractmethod
-    def victim(self) -> Entry | None:
-        """The entry to evict next, or None. Doesn't remove it."""
+    def victim(self, slot_bytes: int) -> Entry | None:
+        """The entry in a slot of this size to evict next, or None. Doesn't remove it."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def __iter__(self) -> Iterator[Entry]:
-        """All entries, next victim first."""
+        """All entries; those of one slot size come next victim first."""
 
 
 class NaiveLru(EvictionPolicy):
@@ -58,8 +58,8 @@ class NaiveLru(EvictionPolicy):
         if entry in self._order:
             self._order.remove(entry)
 
-    def victim(self) -> Entry | None:
-        return self._order[0] if self._order else None
+    def victim(self, slot_bytes: int) -> Entry | None:
+        return next((entry for entry in self._order if entry.slot_bytes == slot_bytes), None)
 
     def __len__(self) -> int:
         return len(self._order)

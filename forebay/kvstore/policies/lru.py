@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 
 from forebay.kvstore.entry import Entry
@@ -10,27 +10,29 @@ from forebay.kvstore.policies.base import EvictionPolicy
 
 
 class Lru(EvictionPolicy):
-    """An ordered dict: next victim at the front, last used at the back."""
+    """An ordered dict a slot size: next victim at the front, last used at the back."""
 
     def __init__(self) -> None:
-        self._order: OrderedDict[Entry, None] = OrderedDict()
+        self._orders: defaultdict[int, OrderedDict[Entry, None]] = defaultdict(OrderedDict)
 
     def add(self, entry: Entry) -> None:
-        assert entry not in self._order
-        self._order[entry] = None
+        order = self._orders[entry.slot_bytes]
+        assert entry not in order
+        order[entry] = None
 
     def demote(self, entry: Entry) -> None:
-        if entry in self._order:
-            self._order.move_to_end(entry, last=False)
+        order = self._orders[entry.slot_bytes]
+        if entry in order:
+            order.move_to_end(entry, last=False)
 
     def remove(self, entry: Entry) -> None:
-        self._order.pop(entry, None)
+        self._orders[entry.slot_bytes].pop(entry, None)
 
-    def victim(self) -> Entry | None:
-        return next(iter(self._order), None)
+    def victim(self, slot_bytes: int) -> Entry | None:
+        return next(iter(self._orders[slot_bytes]), None)
 
     def __len__(self) -> int:
-        return len(self._order)
+        return sum(map(len, self._orders.values()))
 
     def __iter__(self) -> Iterator[Entry]:
-        return iter(list(self._order))
+        return (entry for order in list(self._orders.values()) for entry in list(order))
