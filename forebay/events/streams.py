@@ -45,7 +45,8 @@ def stream_topic(owner: str, model: str) -> str:
 class NamespaceStreams:
     """The streams of a store. All methods belong to one thread; only `close` may block (briefly).
 
-    `owner` names the store in topics (host:port or a name). Raises EndpointRefused at once for endpoints that
+    `owner` names the store in topics (host:port or a name); `sockets` are the streams' own, made here if none are
+    given. Raises EndpointRefused at once for endpoints that
     can never be bound.
     """
 
@@ -58,6 +59,7 @@ class NamespaceStreams:
         options: StreamOptions | None = None,
         curve: CurveServer | None = None,
         max_streams: int = 64,
+        sockets: Sockets | None = None,
     ) -> None:
         for wanted in (endpoint, replay):
             if wanted is not None:
@@ -66,7 +68,7 @@ class NamespaceStreams:
         self.unrouted_batches = 0
         self._endpoint, self._replay = endpoint, replay
         self._options = options or StreamOptions()
-        self._sockets = Sockets(curve)
+        self._sockets = sockets or Sockets(curve)
         self._streams: dict[bytes, EventPublisher] = {}
 
     def __len__(self) -> int:

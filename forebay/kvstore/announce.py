@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from forebay.errors import CorruptChunk
@@ -17,6 +17,7 @@ from forebay.events.errors import EventError
 from forebay.events.projection import HOST_TIER, Projection
 from forebay.events.publisher import StreamOptions, restart_safe_seq
 from forebay.events.schema import KVEvent
+from forebay.events.sockets import Sockets
 from forebay.events.streams import NamespaceStreams
 from forebay.events.units import UnitChunk
 from forebay.kvstore.core import StoreCore
@@ -32,12 +33,17 @@ POLL_S = 0.02
 
 @dataclass
 class Announcer:
-    """Publishes for one store. `core` is set once there is one; all methods run on the daemon's loop."""
+    """Publishes for one store. `core` is set once there is one; all methods run on the daemon's loop.
+
+    `clock` gives the wall time in seconds; `sockets` binds the streams' sockets, None takes ZMQ's.
+    """
 
     boot: bytes
     events: str | None
     replay: str | None
     owner: str
+    clock: Callable[[], float] = time.time
+    sockets: Sockets | None = None
     core: StoreCore = field(init=False)
     streams: NamespaceStreams | None = None
     projections: dict[bytes, Projection] = field(default_factory=dict)
@@ -46,8 +52,10 @@ class Announcer:
     def __post_init__(self) -> None:
         if self.events is not None:
             # Consumers that know no epochs must see numbers that only grow, over restarts too.
-            options = StreamOptions(epoch=self.boot.hex(), first_seq=restart_safe_seq(time.time()))
-            self.streams = NamespaceStreams(self.events, owner=self.owner, replay=self.replay, options=options)
+            options = StreamOptions(epoch=self.boot.hex(), first_seq=restart_safe_seq(self.clock()))
+            self.streams = NamespaceStreams(
+                self.events, owner=self.owner, replay=self.replay, options=options, sockets=self.sockets
+            )
 
     def register(self, namespace_id: bytes) -> None:
         """A namespace is known: it gets its stream."""
@@ -115,13 +123,13 @@ class Announcer:
         pending, self._pending = self._pending, {}
         if self.streams is not None:
             for namespace_id, events in pending.items():
-                self.streams.publish(namespace_id, events, time.time())
+                self.streams.publish(namespace_id, events, self.clock())
 
     async def serve_replays(self) -> None:
         """Answer replay requests and send heartbeats, for as long as the daemon runs."""
         while self.streams is not None:
             more = self.streams.poll()
-            self.streams.tick(time.time())
+            self.streams.tick(self.clock())
             await asyncio.sleep(0 if more else POLL_S)
 
     def figures(self) -> dict[str, float]:

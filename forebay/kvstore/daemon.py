@@ -73,10 +73,10 @@ class Daemon:
             pool.close(remove=clean)
         return 0
 
-    async def _with_pool(self, listener: socket.socket, pool: PoolFiles) -> bool:
-        boot = secrets.token_bytes(16)
-        announcer = Announcer(boot, self.config.events, self.config.replay, socket.gethostname())
-        core = StoreCore(pool, tell=announcer.host, first_generation=time.time_ns())
+    async def _with_pool(self, listener: socket.socket | None, pool: PoolFiles) -> bool:
+        boot = self._random(16)
+        announcer = self._announcer(boot)
+        core = StoreCore(pool, tell=announcer.host, first_generation=int(self._clock() * 1e9))
         announcer.core = core
         locks = ClientLocks(pool.path / "clients")
         service = StoreService(core, pool, locks, boot, announcer)
@@ -113,6 +113,17 @@ class Daemon:
             announcer.close()
         return True
 
+    # --- what a simulation puts others in place of ------------------------------------------------------
+
+    def _random(self, count: int) -> bytes:
+        return secrets.token_bytes(count)
+
+    def _clock(self) -> float:
+        return time.time()
+
+    def _announcer(self, boot: bytes) -> Announcer:
+        return Announcer(boot, self.config.events, self.config.replay, socket.gethostname())
+
     def _info(self, pool: PoolFiles) -> dict[str, str]:
         return {
             "socket": str(self.config.socket),
@@ -123,6 +134,7 @@ class Daemon:
     # --- memory ----------------------------------------------------------------------------------------
 
     def _adopt(self, core: StoreCore, pool: PoolFiles, locks: ClientLocks) -> int:
+        began = time.perf_counter()
         left = pool.existing()
         for extent in left[self.config.extents :]:
             pool.discard(extent)
@@ -139,9 +151,11 @@ class Daemon:
             if client not in core.quarantine and not locks.alive(client):
                 locks.forget(client)
         if left:
+            took = time.perf_counter() - began
+            core.counters.add("host.readopt_seconds", took)
             log.info(
-                "re-adopted %d chunks (%d slots freed, %d quarantined, %d corrupt headers)",
-                found.chunks, found.freed, found.quarantined, found.corrupt,
+                "re-adopted %d chunks in %.3f s (%d slots freed, %d quarantined, %d corrupt headers)",
+                found.chunks, took, found.freed, found.quarantined, found.corrupt,
             )  # fmt: skip
         return found.chunks
 
@@ -198,7 +212,7 @@ class Daemon:
     ) -> None:
         from forebay.tiers.host import TierHost
 
-        owner = secrets.token_bytes(16)
+        owner = self._random(16)
         tier = TierHost(
             name, kind, options,
             on_finished=lambda results: service.finished(name, results),
@@ -211,7 +225,7 @@ class Daemon:
         for namespace_id, encoded in ((n, e) for e in pool.saved_namespaces() for n in [decode_namespace(e).id]):
             tier.note_namespace(namespace_id, encoded)
 
-    async def _serve(self, listener: socket.socket, service: StoreService) -> asyncio.AbstractServer:
+    async def _serve(self, listener: socket.socket | None, service: StoreService) -> asyncio.AbstractServer:
         def connected() -> Connection:
             connection = Connection(service, service.core.limits, self._allowed)
             service.connections.add(connection)

@@ -29,6 +29,7 @@ from forebay.tiers.base import (
     TierStats,
 )
 from forebay.tiers.channel import Channel
+from forebay.tiers.child import Child
 from forebay.tiers.jobs import Job, JobTable
 from forebay.tiers.messages import (
     BATCH,
@@ -89,7 +90,7 @@ class TierHost:
     `on_finished` and `on_changes` are called on the loop, never from inside `store` or `load`. `on_down` is
     told why a process was lost, after its jobs have been reported. `lock_fd` is handed to the process, which
     keeps it open for life; this object owns it and closes it in `stop`. `clock` and `sleep` are asyncio's
-    unless a test injects others.
+    unless a test injects others; `new_child` starts a process, given its lock.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class TierHost:
         patience: Patience = DEFAULT_PATIENCE,
         clock: Callable[[], float] | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        new_child: Callable[[int | None], Child] = Child,
     ) -> None:
         self.name = name
         self._limits = limits
@@ -130,6 +132,7 @@ class TierHost:
             Hooks(self._received, self._opened, self._ready, self._dead, self._overdue),
             patience,
             lock_fd=lock_fd, out_bytes_max=limits.out_bytes, clock=self._clock, sleep=sleep,
+            new_child=new_child,
         )  # fmt: skip
 
     # --- life ------------------------------------------------------------------------------------------

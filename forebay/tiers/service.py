@@ -63,8 +63,9 @@ class _OpenLookup:
 class TierService:
     """Handles messages for one tier. `progress` passes on what the tier has finished."""
 
-    def __init__(self, tier: SecondaryTier, link: DaemonLink) -> None:
+    def __init__(self, tier: SecondaryTier, link: DaemonLink, clock: Callable[[], float] = time.monotonic) -> None:
         self._tier = tier
+        self._clock = clock
         self._link = link
         self._maps: dict[int, tuple[mmap.mmap, memoryview]] = {}
         self._open_jobs: set[int] = set()
@@ -178,7 +179,7 @@ class TierService:
     def _lookup(self, message: Lookup) -> None:
         results = self._ask(message.queries) if message.queries else []
         if any(r.outcome == "retry" for r in results) and len(self._lookups) < OPEN_LOOKUPS_MAX:
-            self._lookups.append(_OpenLookup(message, results, time.monotonic() + message.timeout_s))
+            self._lookups.append(_OpenLookup(message, results, self._clock() + message.timeout_s))
             return
         self._link.send(LookupDone(message.rid, results))
 
@@ -191,7 +192,7 @@ class TierService:
     def _retry_lookups(self) -> None:
         if not self._lookups:
             return
-        now = time.monotonic()
+        now = self._clock()
         still = []
         for lookup in self._lookups:
             open_at = [i for i, result in enumerate(lookup.results) if result.outcome == "retry"]
@@ -210,7 +211,7 @@ class TierService:
             return LOOK_S if self._open_jobs or self._lookups else None
         if not self._lookups:
             return None
-        return max(0.0, min(lookup.until for lookup in self._lookups) - time.monotonic())
+        return max(0.0, min(lookup.until for lookup in self._lookups) - self._clock())
 
     # --- figures and end -------------------------------------------------------------------------------
 

@@ -63,6 +63,7 @@ class Supervisor:
         out_bytes_max: int,
         clock: Callable[[], float],
         sleep: Callable[[float], Awaitable[None]],
+        new_child: Callable[[int | None], Child] = Child,
     ) -> None:
         self._start_message = start
         self._hooks = hooks
@@ -71,6 +72,7 @@ class Supervisor:
         self._out_bytes_max = out_bytes_max
         self._clock = clock
         self._sleep = sleep
+        self._new_child = new_child
         self._child: Child | None = None
         self._answer: asyncio.Future[Started | StartFailed] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -96,7 +98,7 @@ class Supervisor:
 
     async def _spawn(self) -> None:
         """Start a process and wait until its tier is ready. When it raises, the process is dead and reaped."""
-        child = self._child = Child(self._lock_fd)
+        child = self._child = self._new_child(self._lock_fd)
         answered = self._answer = asyncio.get_running_loop().create_future()
         channel = self.channel = Channel(child.connection, self._received, self._closed, self._out_bytes_max)
         self.counts["starts"] += 1
