@@ -25,7 +25,7 @@ from forebay.cli.tables import table
 from forebay.config import Setting, add_settings, boolean, hexadecimal, resolve, text, token_ids
 from forebay.errors import ConfigError, StoreUnavailable
 from forebay.kvstore.client import StoreClient
-from forebay.kvstore.identity import MATCH_UNIT, Chain, pack_tokens, root_key
+from forebay.kvstore.identity import MATCH_UNIT, pack_tokens, root_key
 
 ANSWER_S = 30
 
@@ -60,8 +60,7 @@ def run(flags: dict[str, Any]) -> int:
     tokens = _tokens(values)
     with StoreClient(str(values["socket"])) as client:
         where = _where(values, [namespace["id"] for namespace in client.stats().namespaces])
-        chain = Chain(where.root, tokens)
-        told = client.explain(where.namespace, chain.root, pack_tokens(tokens), b"".join(chain.keys))
+        told = client.explain(where.namespace, where.root, pack_tokens(tokens))
     if values["json"]:
         names = ("tier", "group", "tokens", "reason", "detail")
         reaches = [dict(zip(names, (r.tier, r.group, r.tokens, r.reason, r.detail), strict=True)) for r in told.reaches]

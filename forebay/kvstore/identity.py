@@ -1,15 +1,21 @@
-"""What makes two chunks the same: namespaces and the chain of unit keys.
+"""What makes two chunks the same: namespaces and the chain of chunk keys.
 
-A *namespace* is everything that changes KV bytes for all requests. A *unit* is `MATCH_UNIT` tokens, and
-unit keys form one chain from the namespace's root:
+A *namespace* is everything that changes KV bytes for all requests. A *unit* is `MATCH_UNIT` tokens. Every unit
+boundary of a prompt has a key, chained from chunk start to chunk start:
 
-    root      = SHA256(domain "root",  namespace id, salt)
-    key[i]    = SHA256(domain "unit",  key[i-1], 16 token ids as u32 LE, extra)
+    root     = SHA256(domain "root",   namespace id, salt)
+    key[p]   = SHA256(domain "chunk",  key[s], extra, token ids [s, p) as u32 LE)
 
-A chunk covers tokens [start, end): `start` is a multiple of the namespace's `chunk_tokens`, `end` of the
-unit. Its key is the unit key at `end`, its parent the unit key at `start`. So device blocks (one unit),
-sealed chunks, tails of any length and KV events all speak of the same keys, and none of them is ever
-computed from another engine's hash, a name, or a per-process seed.
+where s is the chunk start before p: the greatest multiple of the namespace's `chunk_tokens` below p.
+
+    tokens   0 ......... s=256 ........ p=304 ............. 512
+             root        key[256]       key[304]            key[512]
+             |---chunk---|---tail-------|
+                         |---the chunk that it grows into---|
+
+A chunk covers tokens [s, end) and has the key at `end`; its parent is the key at s. So a sealed chunk costs one
+hash, and device blocks (one unit), sealed chunks, tails of any length and KV events all speak of the same keys,
+none of which is ever computed from another engine's hash, a name, or a per-process seed.
 """
 
 from __future__ import annotations
@@ -25,13 +31,13 @@ import msgspec
 
 MATCH_UNIT = 16
 KEY_BYTES = 32
-NAMESPACE_VERSION = 1
+NAMESPACE_VERSION = 2
 LAYOUT_VERSION = 1
 MAX_TOKEN_ID = 2**32 - 1
 
 _NAMESPACE_DOMAIN = b"forebay/namespace/1\0"
 _ROOT_DOMAIN = b"forebay/root/1\0"
-_UNIT_DOMAIN = b"forebay/unit/1\0"
+_CHUNK_DOMAIN = b"forebay/chunk/1\0"
 _SALT_DOMAIN = b"forebay/salt/1\0"
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
@@ -168,38 +174,76 @@ def unpack_tokens(data: bytes | memoryview) -> tuple[int, ...]:
     return tuple(packed)
 
 
-def chain(parent: bytes, tokens: bytes, extra: bytes = b"") -> list[bytes]:
-    """Keys of the whole units in `tokens` (u32 LE), following `parent`; a rest below a unit has no key."""
+def _opening(parent: bytes, extra: bytes) -> bytes:
+    """What a chunk's tokens are hashed behind. `extra` has its length before it, so no token is taken for it."""
     assert len(parent) == KEY_BYTES, len(parent)
-    step = MATCH_UNIT * 4
-    # Token bytes have one fixed length, so appending `extra` can't be confused with more tokens.
-    suffix = len(extra).to_bytes(4, "little") + extra if extra else b""
+    return _CHUNK_DOMAIN + parent + len(extra).to_bytes(4, "little") + extra
+
+
+def chunk_key(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
+    """Key of the chunk of `tokens` (u32 LE, whole units) that begins where `parent` ends."""
+    assert tokens and len(tokens) % (4 * MATCH_UNIT) == 0, len(tokens)
+    return hashlib.sha256(_opening(parent, extra) + tokens).digest()
+
+
+def chain(parent: bytes, tokens: bytes, extra: bytes = b"") -> list[bytes]:
+    """Keys at the end of each whole unit of `tokens` (u32 LE), which are of one chunk that begins at `parent`.
+
+    A rest below a unit has no key.
+    """
+    state = hashlib.sha256(_opening(parent, extra))
+    step = 4 * MATCH_UNIT
     keys: list[bytes] = []
-    sha256 = hashlib.sha256
     for at in range(0, len(tokens) - step + 1, step):
-        parent = sha256(_UNIT_DOMAIN + parent + tokens[at : at + step] + suffix).digest()
-        keys.append(parent)
+        state.update(tokens[at : at + step])
+        keys.append(state.copy().digest())
     return keys
+
+
+def chunk_keys(root: bytes, tokens: bytes, chunk_tokens: int, extra: bytes = b"") -> bytes:
+    """The keys, joined, at the ends of a prompt's chunks: each whole one, and the open one's last whole unit."""
+    size, sha256 = 4 * chunk_tokens, hashlib.sha256
+    whole = len(tokens) // (4 * MATCH_UNIT) * (4 * MATCH_UNIT)
+    suffix = len(extra).to_bytes(4, "little") + extra
+    parent, keys = root, []
+    for at in range(0, whole, size):
+        parent = sha256(_CHUNK_DOMAIN + parent + suffix + tokens[at : min(at + size, whole)]).digest()
+        keys.append(parent)
+    return b"".join(keys)
 
 
 class Chain:
     """The growing chain of one request. `keys[i]` is the key at token position `(i + 1) * MATCH_UNIT`."""
 
-    def __init__(self, root: bytes, token_ids: Sequence[int] = (), extra: bytes = b"") -> None:
+    def __init__(
+        self, root: bytes, token_ids: Sequence[int] = (), extra: bytes = b"", *, chunk_tokens: int
+    ) -> None:
+        assert chunk_tokens > 0 and chunk_tokens % MATCH_UNIT == 0, chunk_tokens
         self.root = root
         self.extra = extra
         self.keys: list[bytes] = []
+        self._units_a_chunk = chunk_tokens // MATCH_UNIT
+        self._state = hashlib.sha256()
         self._rest = b""
         self.extend(token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append tokens; new whole units get their keys."""
-        tokens = self._rest + pack_tokens(token_ids)
-        parent = self.keys[-1] if self.keys else self.root
-        self.keys.extend(chain(parent, tokens, self.extra))
-        self._rest = tokens[len(tokens) - len(tokens) % (MATCH_UNIT * 4) :]
+        tokens, step, keys = self._rest + pack_tokens(token_ids), 4 * MATCH_UNIT, self.keys
+        for at in range(0, len(tokens) - step + 1, step):
+            if len(keys) % self._units_a_chunk == 0:
+                self._state = hashlib.sha256(_opening(keys[-1] if keys else self.root, self.extra))
+            self._state.update(tokens[at : at + step])
+            keys.append(self._state.copy().digest())
+        self._rest = tokens[len(tokens) - len(tokens) % step :]
 
     def key_at(self, position: int) -> bytes:
         """The key at token `position`, a multiple of the unit (0 is the root)."""
         assert position % MATCH_UNIT == 0 and position >= 0, position
         return self.keys[position // MATCH_UNIT - 1] if position else self.root
+
+    def chunk_keys(self, units: int) -> bytes:
+        """`chunk_keys` of the first so many units: joined keys at the ends of their chunks."""
+        step = self._units_a_chunk
+        ends = [*range(step, units, step), units] if units else []
+        return b"".join(self.keys[end - 1] for end in ends)

@@ -7,7 +7,7 @@ from itertools import islice
 
 from forebay.kvstore.entry import Entry, EntryId
 from forebay.kvstore.header import SlotState
-from forebay.kvstore.identity import MATCH_UNIT, chain
+from forebay.kvstore.identity import MATCH_UNIT
 
 UNIT_TOKEN_BYTES = 4 * MATCH_UNIT
 
@@ -25,11 +25,6 @@ def common_units(left: bytes, right: bytes) -> int:
         else:
             high = middle
     return low * MATCH_UNIT
-
-
-def begins_with(parent: bytes, tokens: bytes, extra: bytes, first: bytes) -> bool:
-    """Is `first` the chain's key after the first unit of a chunk with these fields?"""
-    return chain(parent, tokens[:UNIT_TOKEN_BYTES], extra)[0] == first
 
 
 class ChunkTable:
@@ -95,16 +90,15 @@ class ChunkTable:
         """Committed chunks that begin where `parent` ends. Don't mutate."""
         return self._children.get(EntryId(group, parent), [])
 
-    def best_child(self, group: int, parent: bytes, tokens: bytes, first: bytes) -> tuple[Entry | None, int]:
+    def best_child(self, group: int, parent: bytes, tokens: bytes, extra: bytes) -> tuple[Entry | None, int]:
         """The committed child of `parent` that shares the most units with `tokens`, and how many tokens.
 
-        `first` is the wanted chain's key after its first unit: a child with the same tokens and another
-        `extra` is another chunk.
+        A child with the same tokens and another `extra` is another chunk.
         """
         best, best_length = None, 0
         for child in self.children(group, parent):
             length = common_units(child.tokens, tokens)
-            if length > best_length and begins_with(child.parent, child.tokens, child.extra, first):
+            if length > best_length and child.extra == extra:
                 best, best_length = child, length
         return best, best_length
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from forebay.kvstore.core import Client, StoreCore
 from forebay.kvstore.entry import Entry
 from forebay.kvstore.header import SlotState, header_bytes
-from forebay.kvstore.identity import KEY_BYTES, MATCH_UNIT, Namespace
+from forebay.kvstore.identity import KEY_BYTES, MATCH_UNIT, Namespace, chain
 from forebay.kvstore.layout import payload_bytes, round_down
 from forebay.kvstore.match import longest_hit, needed_positions
 from forebay.kvstore.protocol import NewChunk
@@ -24,7 +24,7 @@ from forebay.tiers.base import LookupResult, Query
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One lookup's question. `keys` are the unit keys of `tokens`, joined."""
+    """One lookup's question. `keys` are those at the ends of the chunks of `tokens`, joined (`chunk_keys`)."""
 
     namespace_id: bytes
     namespace: Namespace
@@ -32,6 +32,7 @@ class Prompt:
     tokens: bytes
     keys: bytes
     limit: int
+    extra: bytes = b""
 
     @property
     def positions(self) -> int:
@@ -40,29 +41,35 @@ class Prompt:
 
     @property
     def longest(self) -> int:
-        """The limit in whole units, and no longer than the keys reach."""
-        return min(round_down(max(self.limit, 0), MATCH_UNIT), len(self.keys) // KEY_BYTES * MATCH_UNIT)
+        """The limit in whole units, and no longer than the tokens."""
+        return min(round_down(max(self.limit, 0), MATCH_UNIT), self.whole)
+
+    @property
+    def whole(self) -> int:
+        """Tokens in whole units."""
+        return len(self.tokens) // (4 * MATCH_UNIT) * MATCH_UNIT
 
     def key_at(self, position: int) -> bytes:
-        """Chain key at token `position`."""
-        at = position // MATCH_UNIT * KEY_BYTES
+        """Chain key at the token where a chunk of this prompt begins or ends."""
+        at = -(-position // self.namespace.chunk_tokens) * KEY_BYTES
         return self.keys[at - KEY_BYTES : at] if position else self.root
 
     def chunk(self, group: int, position: int) -> NewChunk:
         """The fullest chunk of this prompt at a chunk position."""
         start, end = self.bounds(position)
-        return NewChunk(group, self.key_at(end), self.key_at(start), start, self.tokens[4 * start : 4 * end])
+        tokens = self.tokens[4 * start : 4 * end]
+        return NewChunk(group, self.key_at(end), self.key_at(start), start, tokens, self.extra)
 
     def query(self, group: int, position: int) -> Query:
         """What to ask a tier for this position."""
         chunk = self.chunk(group, position)
-        return Query(group, chunk.key, chunk.parent, chunk.tokens, self.key_at(chunk.start + MATCH_UNIT))
+        first = chain(chunk.parent, chunk.tokens[: 4 * MATCH_UNIT], self.extra)[0]
+        return Query(group, chunk.key, chunk.parent, chunk.tokens, first)
 
     def bounds(self, position: int) -> tuple[int, int]:
         """Tokens [start, end) of the fullest chunk at a chunk position."""
         start = position * self.namespace.chunk_tokens
-        whole = len(self.keys) // KEY_BYTES * MATCH_UNIT
-        return start, min(start + self.namespace.chunk_tokens, whole)
+        return start, min(start + self.namespace.chunk_tokens, self.whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +148,7 @@ def _find(core: StoreCore, prompt: Prompt, group: int, position: int) -> tuple[E
     parent = prompt.key_at(start)
     if not core.table.children(group, parent):
         return None, 0
-    return core.table.best_child(group, parent, prompt.tokens[4 * start : 4 * end], prompt.key_at(start + MATCH_UNIT))
+    return core.table.best_child(group, parent, prompt.tokens[4 * start : 4 * end], prompt.extra)
 
 
 def queries(found: Match) -> list[tuple[tuple[int, int], Query]]:

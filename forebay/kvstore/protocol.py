@@ -15,6 +15,7 @@ from forebay.ipc.framing import Codec
 PROTOCOL_VERSION = 1
 CLIENT_ID_BYTES = 16
 LOOKUP_TOKENS_MAX = 2 << 20
+EXTRA_BYTES_MAX = 4096
 BATCH_ITEMS_MAX = 4096
 
 
@@ -89,9 +90,9 @@ class Refused(Message, frozen=True):
 class Lookup(Message, frozen=True):
     """Find and pin the longest prefix that all groups can serve.
 
-    `keys` are the unit keys of `tokens` (u32 LE) joined, `root` is where the chain begins. `limit` caps the
-    hit (a prompt must compute at least one token). `deadline_ms` is how long tiers may take to promote;
-    0 answers from memory at once.
+    `root` is where the chain of `tokens` (u32 LE) begins, `keys` are those at the ends of its chunks, joined: each
+    whole chunk, and the last whole unit of the open one. `limit` caps the hit (a prompt must compute at least one
+    token). `deadline_ms` is how long tiers may take to promote; 0 answers from memory at once.
     """
 
     rid: int
@@ -101,6 +102,7 @@ class Lookup(Message, frozen=True):
     keys: bytes
     limit: int
     deadline_ms: int = 0
+    extra: bytes = b""
 
 
 class ChunkRead(msgspec.Struct, frozen=True, array_like=True):
@@ -278,13 +280,13 @@ class Rows(Message, frozen=True):
 
 
 class Explain(Message, frozen=True):
-    """Why does the prefix end where it does? Fields as in Lookup."""
+    """Why does the prefix end where it does? Fields as in Lookup; the store works the keys out."""
 
     rid: int
     namespace: bytes
     root: bytes
     tokens: bytes
-    keys: bytes
+    extra: bytes = b""
 
 
 class TierReach(msgspec.Struct, frozen=True, array_like=True):

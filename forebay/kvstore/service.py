@@ -18,10 +18,11 @@ from forebay.kvstore.core import Client, StoreCore
 from forebay.kvstore.entry import Entry
 from forebay.kvstore.extents import ClientLocks, PoolFiles
 from forebay.kvstore.header import SlotState
-from forebay.kvstore.identity import KEY_BYTES, MATCH_UNIT, chain, decode_namespace, encode_namespace
+from forebay.kvstore.identity import KEY_BYTES, MATCH_UNIT, chunk_key, chunk_keys, decode_namespace, encode_namespace
 from forebay.kvstore.lookup import Pinned, Prompt, match
 from forebay.kvstore.protocol import (
     BATCH_ITEMS_MAX,
+    EXTRA_BYTES_MAX,
     LOOKUP_TOKENS_MAX,
     Abort,
     Check,
@@ -198,15 +199,22 @@ class StoreService:
         connection.send(reply, descriptors)
 
     def _prompt(self, request: Lookup | Explain, limit: int) -> Prompt:
+        """The question of a request, checked. Raises RequestRefused."""
         namespace = self.core.namespaces.get(request.namespace)
         if namespace is None:
             raise RequestRefused("namespace", f"namespace {request.namespace.hex()[:16]} isn't registered here")
-        units = len(request.tokens) // 4 // MATCH_UNIT
-        if len(request.root) != KEY_BYTES or len(request.keys) != units * KEY_BYTES:
-            raise RequestRefused("limits", "a lookup has one 32-byte key for each whole unit of its tokens")
-        if len(request.tokens) > 4 * LOOKUP_TOKENS_MAX:
+        if len(request.tokens) > 4 * LOOKUP_TOKENS_MAX or len(request.extra) > EXTRA_BYTES_MAX:
             raise RequestRefused("limits", f"a lookup has at most {LOOKUP_TOKENS_MAX} tokens")
-        return Prompt(request.namespace, namespace, request.root, request.tokens, request.keys, limit)
+        if len(request.root) != KEY_BYTES:
+            raise RequestRefused("limits", f"a chain begins at a key of {KEY_BYTES} bytes")
+        if isinstance(request, Lookup):
+            keys = request.keys
+        else:
+            keys = chunk_keys(request.root, request.tokens, namespace.chunk_tokens, request.extra)
+        prompt = Prompt(request.namespace, namespace, request.root, request.tokens, keys, limit, request.extra)
+        if len(keys) != -(-prompt.whole // namespace.chunk_tokens) * KEY_BYTES:
+            raise RequestRefused("limits", "a lookup has one 32-byte key for each chunk that its whole units touch")
+        return prompt
 
     def _lookup(self, connection: Connection, client: Client, request: Lookup) -> Answer:
         prompt = self._prompt(request, request.limit)
@@ -271,10 +279,10 @@ class StoreService:
             or chunk.start % chunk_tokens
             or not 0 < tokens <= chunk_tokens
             or len(chunk.tokens) % (4 * MATCH_UNIT)
-            or len(chunk.extra) > 4096
+            or len(chunk.extra) > EXTRA_BYTES_MAX
         ):
             raise RequestRefused("limits", f"chunk {where} isn't one of its namespace")
-        if chain(chunk.parent, chunk.tokens, chunk.extra)[-1] != chunk.key:
+        if chunk_key(chunk.parent, chunk.tokens, chunk.extra) != chunk.key:
             raise RequestRefused("limits", f"the key of chunk {where} doesn't follow from its parent and tokens")
 
     def _commit(self, client: Client, request: Commit) -> Committed:

@@ -98,7 +98,10 @@ class Holdings:
     def expect(self, request: Request, root: bytes, tenant: str) -> None:
         """Make `request` known; hashes its tokens, once."""
         assert request.key not in self._held, request.key
-        self._held[request.key] = Holding(Chain(root, request.tokens), tenant)
+        self._held[request.key] = Holding(self._chain(root, request.tokens), tenant)
+
+    def _chain(self, root: bytes, tokens: Sequence[int]) -> Chain:
+        return Chain(root, tokens, chunk_tokens=self.shapes[0].chunk_tokens)
 
     def forget(self, key: Hashable) -> None:
         """`key` will not come back. It must hold nothing."""
@@ -201,7 +204,7 @@ class Holdings:
             request=request.key,
             root=holding.chain.root,
             tokens=pack_tokens(request.tokens[: limit * MATCH_UNIT]),
-            keys=b"".join(holding.chain.keys[:limit]),
+            keys=holding.chain.chunk_keys(limit),
             limit=limit * MATCH_UNIT,
             device_hit=request.computed,
             rooms=tuple(rooms),

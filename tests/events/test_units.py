@@ -17,11 +17,15 @@ ROOT = b"r" * 32
 FULL: tuple[GroupKind, ...] = ("full",)
 HYBRID: tuple[GroupKind, ...] = ("full", "window")
 CHUNK_UNITS = 2
+MEANING: dict[bytes, tuple[bytes | None, int]] = {}
+"""Of every key that a test made: the key before it, and its unit's word."""
 
 
 def path(*words: int) -> list[bytes]:
     """Unit keys of the prompt whose i-th unit is sixteen times `words[i]`."""
-    return chain(ROOT, b"".join(pack_tokens([word] * 16) for word in words))
+    keys = chain(ROOT, b"".join(pack_tokens([word] * 16) for word in words))
+    MEANING.update(zip(keys, zip([None, *keys], words, strict=False), strict=True))
+    return keys
 
 
 def chunk(words: Sequence[int], start: int, group: int = 0, extra: str | None = None) -> UnitChunk:
@@ -263,7 +267,10 @@ def _take_stored(told: set[bytes], events: list[BlockStored], closed: bool) -> N
         parent = event.parent_block_hash
         assert not closed or parent is None or parent in told, "a child was announced before its parent"
         assert isinstance(parent, bytes | None)
-        assert chain(parent or ROOT, pack_tokens(event.token_ids)) == event.block_hashes
+        for at, key in enumerate(event.block_hashes):
+            assert isinstance(key, bytes)
+            assert MEANING[key] == (parent, event.token_ids[16 * at]), "a hash goes with its parent and tokens"
+            parent = key
         assert told.isdisjoint(blocks([event])), "a unit was stored twice without a removal between"
         told.update(blocks([event]))
 

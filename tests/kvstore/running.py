@@ -14,7 +14,7 @@ from forebay.errors import StoreUnavailable
 from forebay.kvstore.client import StoreClient
 from forebay.kvstore.extents import pool_path
 from forebay.kvstore.header import first_bad_granule, granule_checksums
-from forebay.kvstore.identity import Chain, Namespace, pack_tokens, root_key
+from forebay.kvstore.identity import Namespace, chunk_keys, pack_tokens, root_key
 from forebay.kvstore.lookup import Prompt
 from forebay.kvstore.protocol import ChunkRead, Found, Written
 
@@ -68,8 +68,9 @@ class Store:
 
 
 def prompt_of(spec: Namespace, tokens: list[int]) -> Prompt:
-    chain = Chain(root_key(spec.id), tokens)
-    return Prompt(spec.id, spec, chain.root, pack_tokens(tokens), b"".join(chain.keys), len(tokens))
+    root, packed = root_key(spec.id), pack_tokens(tokens)
+    keys = chunk_keys(root, packed, spec.chunk_tokens)
+    return Prompt(spec.id, spec, root, packed, keys, len(tokens))
 
 
 def payload_of(spec: Namespace, group: int, key: bytes, tokens: int) -> bytes:

@@ -9,7 +9,7 @@ from forebay.kvstore.core import Client, StoreCore
 from forebay.kvstore.entry import Entry, SlotRef
 from forebay.kvstore.facts import HostFact
 from forebay.kvstore.header import SlotState, granule_checksums, mark_slot
-from forebay.kvstore.identity import Chain, GroupGeometry, Namespace, pack_tokens, root_key
+from forebay.kvstore.identity import GroupGeometry, Namespace, chunk_keys, pack_tokens, root_key
 from forebay.kvstore.limits import Limits
 from forebay.kvstore.lookup import Prompt
 from forebay.kvstore.protocol import NewChunk
@@ -64,9 +64,10 @@ class SmallStore:
     def prompt(
         self, tokens: list[int], salt: bytes = b"", limit: int | None = None, extra: bytes = b""
     ) -> Prompt:
-        chain = Chain(root_key(self.namespace_id, salt), tokens, extra)
+        root, packed = root_key(self.namespace_id, salt), pack_tokens(tokens)
         limit = len(tokens) if limit is None else limit
-        return Prompt(self.namespace_id, self.namespace, chain.root, pack_tokens(tokens), b"".join(chain.keys), limit)
+        keys = chunk_keys(root, packed, CHUNK, extra)
+        return Prompt(self.namespace_id, self.namespace, root, packed, keys, limit, extra)
 
     def chunks(self, tokens: list[int], salt: bytes = b"") -> list[NewChunk]:
         """Every chunk of a prompt in every group, parents first, the tail last."""

@@ -16,7 +16,7 @@ import pytest
 
 from forebay.errors import RequestRefused
 from forebay.kvstore.client import StoreClient
-from forebay.kvstore.identity import Chain, Namespace, pack_tokens, root_key
+from forebay.kvstore.identity import Namespace, pack_tokens, root_key
 from tests.kvstore.running import MEMORY, SCRIPT, Store, flip_a_bit, get, prompt_of, put
 from tests.kvstore.support import CHUNK, namespace
 
@@ -141,14 +141,13 @@ def test_explain_names_the_reason(store: Store) -> None:
         client.register(other)
         put(client, spec, tokens)
         prompt = prompt_of(other, tokens)
-        told = client.explain(other.id, prompt.root, prompt.tokens, prompt.keys)
+        told = client.explain(other.id, prompt.root, prompt.tokens)
         assert told.hit == 0 and {r.reason for r in told.reaches} == {"other namespace"}
         assert "weights" in told.reaches[0].detail
-        salted = Chain(root_key(spec.id, b"salt"), tokens)
-        told = client.explain(spec.id, salted.root, pack_tokens(tokens), b"".join(salted.keys))
+        told = client.explain(spec.id, root_key(spec.id, b"salt"), pack_tokens(tokens))
         assert {r.reason for r in told.reaches} == {"salt"}
         prompt = prompt_of(spec, tokens[:CHUNK] + [77] * CHUNK)
-        told = client.explain(spec.id, prompt.root, prompt.tokens, prompt.keys)
+        told = client.explain(spec.id, prompt.root, prompt.tokens)
         assert told.reaches[0].tokens == CHUNK and told.reaches[0].reason == "diverges"
 
 

@@ -16,7 +16,8 @@ from forebay.errors import StoreError
 from forebay.events.schema import BlockRemoved, BlockStored, low64
 from forebay.events.subscriber import EventSubscriber
 from forebay.kvstore.client import StoreClient
-from tests.kvstore.running import get, prompt_of, put
+from forebay.kvstore.identity import Chain, Namespace, root_key
+from tests.kvstore.running import get, put
 from tests.kvstore.support import CHUNK, namespace
 from tests.kvstore.test_daemon_files import FileStore
 
@@ -81,6 +82,12 @@ def believed(subscriber: EventSubscriber, until_quiet_s: float = 1.0) -> dict[st
     return held
 
 
+def unit_hashes(spec: Namespace) -> set[int]:
+    """What consumers get to see of the units of `TOKENS`."""
+    chain = Chain(root_key(spec.id), TOKENS, chunk_tokens=spec.chunk_tokens)
+    return {low64(key) for key in chain.keys}
+
+
 def test_a_late_joiner_learns_both_tiers_and_later_removals(store: TellingStore) -> None:
     spec = namespace()
     live, replay = store.endpoints()
@@ -88,7 +95,7 @@ def test_a_late_joiner_learns_both_tiers_and_later_removals(store: TellingStore)
         client.register(spec)
         put(client, spec, TOKENS)
         store.settled()
-        units = {low64(prompt_of(spec, TOKENS).keys[at : at + 32]) for at in range(0, 32 * (len(TOKENS) // 16), 32)}
+        units = unit_hashes(spec)
         with EventSubscriber(live, replay=replay, from_start=True) as subscriber:
             assert believed(subscriber) == {"CPU": units, "STORAGE": units}
             assert get(client, spec, TOKENS).hit == 16 * len(units)
@@ -118,7 +125,7 @@ def test_a_restarted_store_opens_a_new_epoch_and_tells_what_it_readopted(store: 
     store.stop(signal.SIGKILL)
     store.start()
     live, replay = store.endpoints()
-    units = {low64(prompt_of(spec, TOKENS).keys[at : at + 32]) for at in range(0, 32 * (len(TOKENS) // 16), 32)}
+    units = unit_hashes(spec)
     with EventSubscriber(live, replay=replay, from_start=True) as subscriber:
         held = believed(subscriber)
     assert held == {"CPU": units, "STORAGE": units}

@@ -12,6 +12,8 @@ from forebay.kvstore.identity import (
     GroupGeometry,
     Namespace,
     chain,
+    chunk_key,
+    chunk_keys,
     decode_namespace,
     encode_namespace,
     pack_tokens,
@@ -24,7 +26,7 @@ from tests.kvstore.support import namespace
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=100)
 
 
-GOLDEN = ["7bc70ce0b40dcd1d", "c53d5a1d59dc8fd6", "ca79bf698d88b0cd", "71879d3dce62dd78"]
+GOLDEN = ["11946c78ab95f7c8", "4cbf678d27004cbc", "6175e80b758ec48d", "73d54432ce2c11a7"]
 
 
 def test_the_chain_is_what_the_documents_say() -> None:
@@ -38,12 +40,29 @@ def test_the_chain_is_what_the_documents_say() -> None:
 @given(tokens, st.integers(0, 100))
 def test_a_chain_is_the_same_however_it_was_fed(ids: list[int], cut: int) -> None:
     root = root_key(b"n" * 32)
-    whole = Chain(root, ids)
-    parts = Chain(root)
+    whole = Chain(root, ids, b"lora", chunk_tokens=32)
+    parts = Chain(root, extra=b"lora", chunk_tokens=32)
     parts.extend(ids[:cut])
-    parts.extend(ids[cut:])
-    assert whole.keys == parts.keys == chain(root, pack_tokens(ids))
+    for one in ids[cut:]:
+        parts.extend([one])
+    assert whole.keys == parts.keys
     assert len(whole.keys) == len(ids) // 16
+
+
+@given(tokens, st.sampled_from([16, 32, 48, 256]), st.sampled_from([b"", b"lora"]))
+def test_keys_at_chunk_ends_are_the_chain_s_and_each_chunk_s_own(ids: list[int], size: int, extra: bytes) -> None:
+    root, packed = root_key(b"n" * 32), pack_tokens(ids)
+    keys = chunk_keys(root, packed, size, extra)
+    whole = Chain(root, ids, extra, chunk_tokens=size)
+    assert keys == whole.chunk_keys(len(whole.keys))
+    parent, end = root, len(ids) // 16 * 16
+    for index, start in enumerate(range(0, end, size)):
+        chunk = packed[4 * start : 4 * min(start + size, end)]
+        key = keys[32 * index : 32 * index + 32]
+        assert key == chunk_key(parent, chunk, extra) == chain(parent, chunk, extra)[-1]
+        assert chain(parent, chunk, extra) == whole.keys[start // 16 : start // 16 + len(chunk) // 64]
+        parent = key
+    assert len(keys) == 32 * -(-end // size)
 
 
 @given(st.lists(st.integers(0, 1000), min_size=32, max_size=64), st.integers(0, 31))
@@ -111,7 +130,7 @@ def test_a_token_id_out_of_range_is_an_error(bad: int) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        dict(version=2),
+        dict(version=1),
         dict(chunk_tokens=40),
         dict(groups=()),
         dict(hash="md5"),

@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from forebay.kvstore.identity import MATCH_UNIT, GroupGeometry, root_key
+from forebay.kvstore.identity import MATCH_UNIT, Chain, GroupGeometry, root_key, unpack_tokens
 from forebay.kvstore.layout import needed_from
 from forebay.scheduler.batch import BatchScheduler
 from forebay.scheduler.memory import Growth
@@ -142,6 +142,7 @@ class Worker:
             return Pulled(pull.request, 0, nothing)
         if hit <= pull.device_hit:
             return Pulled(pull.request, 0, nothing, stored=hit)
+        keys = Chain(pull.root, unpack_tokens(pull.tokens), chunk_tokens=self.chunk_tokens).keys
         placed: list[dict[int, int]] = []
         for group, (shape, room) in enumerate(zip(self.shapes, pull.rooms, strict=True)):
             missing = [
@@ -151,7 +152,7 @@ class Worker:
                 return Pulled(pull.request, 0, nothing, stored=hit)
             placed.append(dict(zip(missing, room.spare, strict=False)))
             for unit, block in placed[-1].items():
-                self.contents[group][block] = pull.keys[unit * 32 : unit * 32 + 32]
+                self.contents[group][block] = keys[unit]
         self.gained += 1
         return Pulled(pull.request, hit, tuple(placed), {"host": hit}, stored=hit)
 

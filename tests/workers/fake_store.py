@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from forebay.errors import StoreUnavailable
-from forebay.kvstore.identity import KEY_BYTES, MATCH_UNIT, Namespace, chain
+from forebay.kvstore.identity import MATCH_UNIT, Chain, Namespace, chain, unpack_tokens
 from forebay.kvstore.layout import needed_from
 from forebay.kvstore.protocol import ChunkRead, Committed, Found, NewChunk, Reserved, Slot, Stats, Written
 
@@ -113,7 +113,9 @@ class FakeStoreClient:
         self._check()
         namespace = self.store.namespace
         assert namespace is not None and namespace.id == namespace_id
-        split = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+        whole = Chain(root, unpack_tokens(tokens), chunk_tokens=namespace.chunk_tokens)
+        split = whole.keys
+        assert keys == whole.chunk_keys(len(split))
         have = [self.store.units(group, split) for group in range(len(namespace.groups))]
         for hit in range(limit, 0, -MATCH_UNIT):
             need = [needed_from(group, hit) // MATCH_UNIT for group in namespace.groups]

@@ -65,7 +65,7 @@ def transfer(store: FakeStore, **settings: Any) -> Iterator[tuple[Transfer, Ear]
 def pushes(count: int, tenant: str = "t") -> list[Push]:
     """Consecutive chunks of one sequence, each from two blocks."""
     tokens = list(range(CHUNK * count))
-    chain = Chain(root_key(NAMESPACE.id), tokens)
+    chain = Chain(root_key(NAMESPACE.id), tokens, chunk_tokens=CHUNK)
     made = []
     for index in range(count):
         start, end = index * CHUNK, (index + 1) * CHUNK

@@ -83,7 +83,7 @@ class AsyncStoreClient:
         """Connect, be welcomed, and map the pool. Raises StoreUnavailable or ProtocolError."""
         assert self._socket is None, "already connected"
         self._loop = asyncio.get_running_loop()
-        connection = connect(self._path, self._timeout_s)
+        connection = self._dial()
         connection.setblocking(False)
         self._socket = connection
         self._buffer, self._unsent = FrameBuffer(REPLIES), bytearray()
@@ -124,15 +124,26 @@ class AsyncStoreClient:
         return (await self._call(request.rid, request, Registered)).namespace
 
     async def lookup(
-        self, namespace_id: bytes, root: bytes, tokens: bytes, keys: bytes, *, limit: int, deadline_ms: int
+        self,
+        namespace_id: bytes,
+        root: bytes,
+        tokens: bytes,
+        keys: bytes,
+        *,
+        limit: int,
+        deadline_ms: int,
+        extra: bytes = b"",
     ) -> Found:
-        """Find and pin the longest prefix of `tokens` (u32 LE) that the store can serve."""
+        """Find and pin the longest prefix of `tokens` (u32 LE) that the store can serve.
+
+        `keys` are `identity.chunk_keys` of the tokens.
+        """
         rid = self._session.rid()
         found = await self._call(
             rid,
             Lookup(
                 rid=rid, namespace=namespace_id, root=root, tokens=tokens, keys=keys, limit=limit,
-                deadline_ms=deadline_ms,
+                deadline_ms=deadline_ms, extra=extra,
             ),
             Found,
         )  # fmt: skip
@@ -189,10 +200,10 @@ class AsyncStoreClient:
         rid = self._session.rid()
         return await self._call(rid, List(rid=rid, cursor=cursor, limit=limit, namespace=namespace), Rows)
 
-    async def explain(self, namespace_id: bytes, root: bytes, tokens: bytes, keys: bytes) -> Explained:
+    async def explain(self, namespace_id: bytes, root: bytes, tokens: bytes, extra: bytes = b"") -> Explained:
         """Why a prompt's prefix ends where it does."""
         rid = self._session.rid()
-        message = Explain(rid=rid, namespace=namespace_id, root=root, tokens=tokens, keys=keys)
+        message = Explain(rid=rid, namespace=namespace_id, root=root, tokens=tokens, extra=extra)
         return await self._call(rid, message, Explained)
 
     async def check(self, *, repair: bool = False) -> Checked:
@@ -206,6 +217,10 @@ class AsyncStoreClient:
         return await self._call(rid, Clear(rid=rid, namespace=namespace), Cleared)
 
     # --- the I/O line ----------------------------------------------------------------------------------
+
+    def _dial(self) -> socket.socket:
+        """A connected socket; overridden where there is another transport."""
+        return connect(self._path, self._timeout_s)
 
     async def _call(self, rid: int, message: object, kind: type[R]) -> R:
         reply, _ = await self._ask(rid, message)

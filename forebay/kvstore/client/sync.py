@@ -71,11 +71,19 @@ class StoreClient:
         return self._run(self._client.register(namespace, label))
 
     def lookup(
-        self, namespace_id: bytes, root: bytes, tokens: bytes, keys: bytes, *, limit: int, deadline_ms: int = 0
+        self,
+        namespace_id: bytes,
+        root: bytes,
+        tokens: bytes,
+        keys: bytes,
+        *,
+        limit: int,
+        deadline_ms: int = 0,
+        extra: bytes = b"",
     ) -> Found:
         """As AsyncStoreClient.lookup."""
         return self._run(
-            self._client.lookup(namespace_id, root, tokens, keys, limit=limit, deadline_ms=deadline_ms)
+            self._client.lookup(namespace_id, root, tokens, keys, limit=limit, deadline_ms=deadline_ms, extra=extra)
         )
 
     def release(self, leases: Sequence[int]) -> None:
@@ -118,9 +126,9 @@ class StoreClient:
         """One page of what is held."""
         return self._run(self._client.list_chunks(cursor=cursor, limit=limit, namespace=namespace))
 
-    def explain(self, namespace_id: bytes, root: bytes, tokens: bytes, keys: bytes) -> Explained:
+    def explain(self, namespace_id: bytes, root: bytes, tokens: bytes, extra: bytes = b"") -> Explained:
         """Why a prompt's prefix ends where it does."""
-        return self._run(self._client.explain(namespace_id, root, tokens, keys))
+        return self._run(self._client.explain(namespace_id, root, tokens, extra))
 
     def check(self, *, repair: bool = False) -> Checked:
         """Verify every chunk of the pool."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from forebay.errors import CorruptChunk
 from forebay.kvstore.header import HEADER_BYTES_MAX, ChunkHeader, decode_header, header_bytes
-from forebay.kvstore.identity import chain
+from forebay.kvstore.identity import chunk_key
 from forebay.kvstore.layout import ALIGNMENT
 from forebay.tiers.base import ChunkId
 from forebay.tiers.chunks import granule_bytes, stored_header, verify_payload
@@ -71,7 +71,7 @@ def check_name(name: str, header: ChunkHeader) -> None:
         raise CorruptChunk("the header is another chunk's than the name says")
     if not header.checksums:
         raise CorruptChunk("the header has no checksums")
-    if chain(header.parent, header.tokens, header.extra)[-1] != header.key:
+    if chunk_key(header.parent, header.tokens, header.extra) != header.key:
         raise CorruptChunk("the key doesn't follow from parent and tokens")
 
 
