@@ -47,6 +47,15 @@ def run_store(config: StoreConfig) -> int:
     return uvloop.run(Daemon(config).run())
 
 
+async def _end_other_tasks() -> None:
+    """Whoever reads the pool on a thread has to let go of it before it is unmapped."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_default_executor()
+
+
 @dataclass
 class Daemon:
     """One store from start to stop."""
@@ -68,6 +77,7 @@ class Daemon:
             clean = fresh and pool.locked  # what could not start leaves nothing behind that wasn't there
             raise
         finally:
+            await _end_other_tasks()
             listener.close()
             self.config.socket.unlink(missing_ok=True)
             pool.close(remove=clean)
