@@ -194,15 +194,27 @@ def test_a_stream_outlives_a_killed_worker(serving: Serving) -> None:
     assert serving.pids()["worker"] != old
 
 
+def _accepts(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as one:
+        return one.connect_ex(str(path)) == 0
+
+
 def test_a_killed_store_comes_back_with_what_it_had(serving: Serving) -> None:
+    def figures() -> dict[str, float]:
+        told_of = told("stat", "--socket", serving.runtime / "store.sock", "--json")
+        values: dict[str, float] = json.loads(told_of)["values"]
+        return values
+
     serving.complete(PROMPT)
     serving.wait("health", lambda: serving.health().get("store") == "connected")
+    # The last chunk is pushed behind the answer: what isn't committed yet may be lost with the store.
+    serving.wait("pushes", lambda: (now := figures())["store.committed"] == now["store.reserved"] > 0)
     old = serving.pids()["store"]
     os.kill(old, signal.SIGKILL)
     serving.wait("another store", lambda: serving.pids().get("store", old) != old)
-    serving.wait("health", lambda: serving.health().get("store") == "connected")
-    figures = json.loads(told("stat", "--socket", serving.runtime / "store.sock", "--json"))["values"]
-    assert figures["host.readopted"] > 0
+    serving.wait("the new store's socket", lambda: _accepts(serving.runtime / "store.sock"))
+    serving.wait("the worker, beside ourselves", lambda: figures()["store.connections"] >= 2)
+    assert figures()["host.readopted"] > 0
     assert cached(serving.complete(PROMPT)) == 144
 
 
