@@ -24,6 +24,7 @@ from forebay.kvstore.core import StoreCore
 from forebay.kvstore.facts import HostFact
 from forebay.kvstore.header import decode_header
 from forebay.kvstore.identity import chain, root_key
+from forebay.kvstore.layout import needs_all
 from forebay.tiers.base import TierChange
 
 log = logging.getLogger(__name__)
@@ -61,8 +62,9 @@ class Announcer:
         """A namespace is known: it gets its stream."""
         if self.streams is None or namespace_id in self.projections:
             return
-        kinds = [group.kind for group in self.core.namespaces[namespace_id].groups]
-        projection = Projection(kinds)
+        # A latent is held and removed as full attention's rows are, a state as a window's.
+        groups = self.core.namespaces[namespace_id].groups
+        projection = Projection(["full" if needs_all(group) else "window" for group in groups])
         label = self.core.labels.get(namespace_id, "") or namespace_id.hex()[:16]
         try:
             self.streams.open(namespace_id, label, projection.snapshot)

@@ -25,11 +25,32 @@ import hashlib
 import hmac
 import sys
 from collections.abc import Sequence
-from typing import Literal
 
 import msgspec
 
-MATCH_UNIT = 16
+from forebay.kvstore.geometry import MATCH_UNIT, GroupGeometry, check_group
+
+__all__ = [
+    "KEY_BYTES",
+    "LAYOUT_VERSION",
+    "MATCH_UNIT",
+    "MAX_TOKEN_ID",
+    "NAMESPACE_VERSION",
+    "Chain",
+    "GroupGeometry",
+    "Namespace",
+    "chain",
+    "check_namespace",
+    "chunk_key",
+    "chunk_keys",
+    "decode_namespace",
+    "encode_namespace",
+    "pack_tokens",
+    "root_key",
+    "tenant_salt",
+    "unpack_tokens",
+]
+
 KEY_BYTES = 32
 NAMESPACE_VERSION = 2
 LAYOUT_VERSION = 1
@@ -39,32 +60,6 @@ _NAMESPACE_DOMAIN = b"forebay/namespace/1\0"
 _ROOT_DOMAIN = b"forebay/root/1\0"
 _CHUNK_DOMAIN = b"forebay/chunk/1\0"
 _SALT_DOMAIN = b"forebay/salt/1\0"
-
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
-
-GroupKind = Literal["full", "window"]
-
-
-class GroupGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The canonical geometry of one cache group.
-
-    `layers` are the model's layer numbers that share it, in order. `window` is the number of positions that
-    a query sees, itself included (None for full attention).
-    """
-
-    name: str
-    kind: GroupKind
-    layers: tuple[int, ...]
-    kv_heads: int
-    head_dim: int
-    dtype: str
-    window: int | None = None
-
-    @property
-    def granule_bytes(self) -> int:
-        """Bytes of `MATCH_UNIT` tokens of this group: layers x (K, V) x heads x tokens x dims."""
-        per_token = len(self.layers) * 2 * self.kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
-        return per_token * MATCH_UNIT
 
 
 class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -131,19 +126,7 @@ def check_namespace(namespace: Namespace) -> str | None:
         return f"{len(namespace.groups)} cache groups, expected 1 to 16"
     if len({group.name for group in namespace.groups}) != len(namespace.groups):
         return "two cache groups have the same name"
-    return next((why for why in map(_check_group, namespace.groups) if why), None)
-
-
-def _check_group(group: GroupGeometry) -> str | None:
-    if group.dtype not in DTYPE_BYTES:
-        return f"group {group.name!r}: dtype {group.dtype!r} is none of {', '.join(DTYPE_BYTES)}"
-    if not group.layers or min(group.kv_heads, group.head_dim) < 1:
-        return f"group {group.name!r}: layers, kv_heads and head_dim must all be positive"
-    if (group.window is not None) != (group.kind == "window") or (group.window is not None and group.window < 1):
-        return f"group {group.name!r}: a window group, and no other, has a positive window"
-    if group.granule_bytes > 2**30:
-        return f"group {group.name!r}: a granule of {group.granule_bytes} bytes is over 1 GiB"
-    return None
+    return next((why for why in map(check_group, namespace.groups) if why), None)
 
 
 def root_key(namespace_id: bytes, salt: bytes = b"") -> bytes:

@@ -26,7 +26,7 @@ from tests.kvstore.support import namespace
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=100)
 
 
-GOLDEN = ["11946c78ab95f7c8", "4cbf678d27004cbc", "6175e80b758ec48d", "73d54432ce2c11a7"]
+GOLDEN = ["708e24994b4d923d", "386465d05f5208c1", "260e96eda121d2ad", "9b6fdaf4ce0bbe4f"]
 
 
 def test_the_chain_is_what_the_documents_say() -> None:
