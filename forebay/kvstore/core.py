@@ -15,7 +15,7 @@ The daemon calls it from one thread.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from forebay.kvstore.entry import Entry, EntryId, SlotRef
@@ -25,22 +25,28 @@ from forebay.kvstore.identity import MATCH_UNIT, Namespace
 from forebay.kvstore.index import ChunkTable
 from forebay.kvstore.layout import needed_from, payload_bytes
 from forebay.kvstore.limits import Limits
+from forebay.kvstore.namespaces import NamespaceUse
 from forebay.kvstore.placement import Placement
+from forebay.kvstore.policies.base import EvictionPolicy
+from forebay.kvstore.policies.lru import Lru
 from forebay.kvstore.protocol import NewChunk, Slot
 from forebay.kvstore.slots import slot_bytes_for
+from forebay.kvstore.tenancy import TenantRule
 
 
 @dataclass(slots=True)
 class Client:
-    """What one connection holds. It ends with the connection."""
+    """What one connection holds. It ends with the connection. `namespaces` are those that it has registered."""
 
     id: bytes
+    namespaces: set[bytes] = field(default_factory=set)
     leases: dict[int, list[Entry]] = field(default_factory=dict)
     reservations: dict[int, Entry] = field(default_factory=dict)
 
 
 class StoreCore:
-    """All state of a store. Public attributes are for reading."""
+    """All state of a store. Public attributes are for reading; `on_forgotten` is told of namespaces that had to
+    make room for others."""
 
     def __init__(
         self,
@@ -49,16 +55,23 @@ class StoreCore:
         tell: Callable[[HostFact], None],
         limits: Limits | None = None,
         first_generation: int = 1,
+        new_policy: Callable[[], EvictionPolicy] = Lru,
+        tenants: Mapping[str, TenantRule] | None = None,
     ) -> None:
         self.memory = memory
         self.limits = limits or Limits()
         self.counters = Counters()
         self.table = ChunkTable()
         self.namespaces: dict[bytes, Namespace] = {}
+        self.use = NamespaceUse()
+        self.on_forgotten: Callable[[bytes], None] = lambda namespace_id: None
         self.labels: dict[bytes, str] = {}
         self.quarantine: dict[bytes, list[SlotRef]] = {}
         self.removed: OrderedDict[EntryId, str] = OrderedDict()
-        self.place = Placement(evict=self.retire, cut=memory.cut)
+        self.place = Placement(
+            evict=self.retire, cut=memory.cut, new_policy=new_policy, rules=tenants or {},
+            accounts_max=self.limits.tenants,
+        )  # fmt: skip
         self.reserved_bytes = 0
         self.promoting_bytes = 0
         self._tell = tell
@@ -67,16 +80,39 @@ class StoreCore:
 
     # --- namespaces ------------------------------------------------------------------------------------
 
-    def register(self, namespace: Namespace, label: str = "") -> bytes:
-        """Make a namespace known; returns its id. Raises ValueError if a chunk of it can't fit an extent."""
+    def register(self, namespace: Namespace, label: str = "", client: Client | None = None) -> bytes:
+        """Make a namespace known, and in use for as long as `client` is there; returns its id.
+
+        Where there are too many, the one that has been idle for longest is forgotten. Raises ValueError if a chunk
+        of it can't fit an extent, or if all others are in use.
+        """
         if namespace.id not in self.namespaces:
-            if len(self.namespaces) >= self.limits.namespaces:
-                raise ValueError(f"{self.limits.namespaces} namespaces are registered already; clear some")
             self._check_fits(namespace)
-        self.namespaces[namespace.id] = namespace
+            while len(self.namespaces) >= self.limits.namespaces:
+                self._forget_namespace()
+        self.remember(namespace)
         if label:
             self.labels[namespace.id] = label
+        if client is not None and namespace.id not in client.namespaces:
+            client.namespaces.add(namespace.id)
+            self.use.joined(namespace.id)
         return namespace.id
+
+    def remember(self, namespace: Namespace) -> None:
+        """Know a namespace, of an earlier boot perhaps, without anybody using it."""
+        self.namespaces[namespace.id] = namespace
+        self.use.known(namespace.id)
+
+    def _forget_namespace(self) -> None:
+        oldest = self.use.forget_oldest_idle()
+        if oldest is None:
+            raise ValueError(
+                f"{self.limits.namespaces} namespaces are registered already, and all have chunks or users: clear some"
+            )
+        del self.namespaces[oldest]
+        self.labels.pop(oldest, None)
+        self.counters.add("store.namespaces_forgotten")
+        self.on_forgotten(oldest)
 
     def _check_fits(self, namespace: Namespace) -> None:
         largest = max(slot_bytes_for(g, namespace.chunk_tokens, namespace.chunk_tokens) for g in namespace.groups)
@@ -136,7 +172,7 @@ class StoreCore:
         self, namespace: Namespace, namespace_id: bytes, tenant: str, chunk: NewChunk, state: SlotState, owner: bytes
     ) -> Entry | None:
         slot_bytes = self._slot_bytes(namespace, chunk)
-        slot = self.place.take(slot_bytes)
+        slot = self.place.take(slot_bytes, tenant)
         if slot is None:
             return None
         self._generation += 1
@@ -152,6 +188,7 @@ class StoreCore:
         self.memory.write_header(slot, self._header_block(entry, state, owner))
         self.table.insert(entry)
         self.place.settle(entry)
+        self.use.stored(entry)
         return entry
 
     @staticmethod
@@ -242,12 +279,13 @@ class StoreCore:
 
     # --- promotion -------------------------------------------------------------------------------------
 
-    def reserve_promotion(self, namespace_id: bytes, chunk: NewChunk, owner: bytes) -> Entry | None:
-        """A slot for a tier to fill, within the promotions' share; None if there is no room."""
+    def reserve_promotion(self, namespace_id: bytes, chunk: NewChunk, owner: bytes, tenant: str = "") -> Entry | None:
+        """A slot for a tier to fill, within the promotions' share; None if there is no room. It is `tenant`'s, who
+        asks for it, until the chunk's own header says whose it is."""
         namespace = self.namespaces[namespace_id]
         if not self._within(self.promoting_bytes, self.limits.promoting_share, namespace, chunk):
             return None
-        entry = self._new_entry(namespace, namespace_id, "", chunk, SlotState.PROMOTING, owner)
+        entry = self._new_entry(namespace, namespace_id, tenant, chunk, SlotState.PROMOTING, owner)
         if entry is not None:
             self.promoting_bytes += entry.slot_bytes
         return entry
@@ -256,7 +294,8 @@ class StoreCore:
         """The tier has filled and verified it: visible from now on, pinned once."""
         assert entry.state is SlotState.PROMOTING and header.key == entry.key and header.end == entry.end
         self.promoting_bytes -= entry.slot_bytes
-        entry.checksums, entry.tenant = header.checksums, header.tenant
+        entry.checksums = header.checksums
+        self.place.belongs_to(entry, header.tenant)
         entry.tokens, entry.extra = header.tokens, header.extra
         entry.tiers.add(tier)
         self._publish(entry)
@@ -281,6 +320,7 @@ class StoreCore:
         self.table.insert(entry)
         self.place.settle(entry)
         self.place.released(entry)
+        self.use.stored(entry)
         self.counters.add("host.readopted")
 
     def verified(self, entry: Entry, intact: bool) -> None:
@@ -330,6 +370,9 @@ class StoreCore:
     def drop_client(self, client: Client, *, writing: bool) -> None:
         """The connection is gone. With `writing` its process lives and may still write: quarantine."""
         self.release(client, list(client.leases))
+        for namespace_id in client.namespaces:
+            self.use.left(namespace_id)
+        client.namespaces.clear()
         for entry in client.reservations.values():
             self.reserved_bytes -= entry.slot_bytes
             if writing:
@@ -378,6 +421,7 @@ class StoreCore:
         if not keep_slot:
             self._free_mark(entry.slot)
         self.place.leave(entry, keep_slot=keep_slot)
+        self.use.gone(entry)
         entry.state = SlotState.FREE
 
     def _free_mark(self, slot: SlotRef) -> None:

@@ -155,7 +155,7 @@ class Daemon:
             except ValueError as error:
                 log.warning("a remembered namespace can't be read: %s", error)
                 continue
-            core.namespaces[namespace.id] = namespace
+            core.remember(namespace)
         found = readopt(core, pool, left, locks.alive)
         for client in locks.known():
             if client not in core.quarantine and not locks.alive(client):

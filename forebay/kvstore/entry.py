@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from forebay.kvstore.header import SlotState
+
+if TYPE_CHECKING:
+    from forebay.kvstore.tenancy import Account
 
 
 class EntryId(NamedTuple):
@@ -29,6 +32,7 @@ class Entry:
     `pins` counts whoever needs the bytes to stay (leases, cascade jobs, verification); only an entry with
     none is known to the eviction policy. `verified` is false for an adopted
     chunk that hasn't been read yet. `replaces` is the key of the shorter chunk that this one grew out of.
+    `account` is whose bytes its slot counts among.
     """
 
     namespace: bytes
@@ -51,6 +55,7 @@ class Entry:
     pins: int = 0
     stamp: int = 0
     replaces: bytes = b""
+    account: Account | None = None
     tiers: set[str] = field(default_factory=set)
 
     @property

@@ -11,6 +11,7 @@ class Limits:
 
     connections: int = 1024
     namespaces: int = 256
+    tenants: int = 1024
     requests_per_connection: int = 256
     leases_per_client: int = 4096
     pins_per_lease: int = 1 << 18

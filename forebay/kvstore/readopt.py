@@ -83,7 +83,7 @@ def _adopt_slot(
         return
     if state in (SlotState.RESERVED, SlotState.PROMOTING) and alive(header.owner):
         core.place.slots.claim(slot)
-        core.place.hold_slot(slot)
+        core.place.hold_slot(slot, header.tenant)
         core.quarantine.setdefault(header.owner, []).append(slot)
         found.quarantined += 1
     elif state is SlotState.COMMITTED and _belongs(core, header, len(memory)):

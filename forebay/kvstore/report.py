@@ -30,7 +30,7 @@ def gauges(core: StoreCore, cascade: Cascade) -> dict[str, float]:
         "host.bytes_used": slots.used_bytes,
         "host.extents": len(slots.extents),
         "host.entries": len(core.table),
-        "host.evictable": len(core.place.policy),
+        "host.evictable": core.place.accounts.evictable_entries,
         "host.reserved_bytes": core.reserved_bytes,
         "host.promoting_bytes": core.promoting_bytes,
         "host.quarantined_slots": sum(len(slots) for slots in core.quarantine.values()),

@@ -48,10 +48,11 @@ class Extent:
 
 
 class SlotAllocator:
-    """Hands out slots. `extents` is public for reading; only this class mutates it."""
+    """Hands out slots. `extents` and `total_bytes` are public for reading; only this class mutates them."""
 
     def __init__(self) -> None:
         self.extents: dict[int, Extent] = {}
+        self.total_bytes = 0
         self._uncut: set[int] = set()
         self._open: defaultdict[int, set[int]] = defaultdict(set)
 
@@ -59,6 +60,7 @@ class SlotAllocator:
         """Take an uncut extent in."""
         assert extent not in self.extents
         self.extents[extent] = Extent(extent, size)
+        self.total_bytes += size
         self._uncut.add(extent)
 
     def cut(self, extent_id: int, slot_bytes: int) -> None:
@@ -113,7 +115,7 @@ class SlotAllocator:
     def drop_uncut(self, extent_id: int) -> None:
         """Forget an uncut extent (the budget shrank)."""
         self._uncut.remove(extent_id)
-        del self.extents[extent_id]
+        self.total_bytes -= self.extents.pop(extent_id).size
 
     def has_size(self, slot_bytes: int) -> bool:
         """Is any extent cut to this size?"""
@@ -128,7 +130,3 @@ class SlotAllocator:
     def used_bytes(self) -> int:
         """Bytes of slots in use."""
         return sum(extent.used * extent.slot_bytes for extent in self.extents.values())
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(extent.size for extent in self.extents.values())

@@ -17,7 +17,8 @@ def small(limits: Limits) -> SmallStore:
 
 def test_namespaces_are_capped_and_a_known_one_is_always_welcome() -> None:
     store = small(Limits(namespaces=2))
-    store.core.register(namespace(weights=b"a" * 32))
+    store.core.register(store.namespace, client=store.client)
+    store.core.register(namespace(weights=b"a" * 32), client=store.client)
     with pytest.raises(ValueError, match="namespaces are registered"):
         store.core.register(namespace(weights=b"b" * 32))
     store.core.register(store.namespace)
