@@ -6,9 +6,12 @@ copy is dropped and counted, so that a hung tier can't fill the pool.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from forebay.errors import CorruptChunk
+from forebay.kvstore.clearing import Scope
 from forebay.kvstore.core import StoreCore
 from forebay.kvstore.entry import Entry
 from forebay.kvstore.header import ChunkHeader, SlotState, decode_header, header_bytes
@@ -18,13 +21,13 @@ from forebay.tiers.base import ChunkId, JobResult, LoadJob, StoreJob
 
 @dataclass(eq=False)
 class Load:
-    """A promotion under way. `waiters` lookups want it; each gets a pin of its own when it is there. A
-    `cleared` one is not wanted any more when it comes."""
+    """A promotion under way. `waiters` lookups want it; each gets a pin of its own when it is there. What
+    `clears` cover that were under way meanwhile isn't wanted any more when it comes."""
 
     entry: Entry
     tier: str
     waiters: int = 0
-    cleared: bool = False
+    clears: list[Scope] = field(default_factory=list)
     done: bool = False
     ok: bool = False
 
@@ -48,6 +51,7 @@ class Cascade:
         self._job = 0
         self.tiers: dict[str, TierTraffic] = {}
         self.loading: dict[Entry, Load] = {}
+        self.clearing: list[Scope] = []
 
     def store_jobs(self, entry: Entry) -> list[tuple[str, StoreJob]]:
         """Jobs that copy a committed chunk to every tier that may not have it yet. Pins it once for each."""
@@ -64,9 +68,7 @@ class Cascade:
             tier.store_bytes += length
             tier.stores[self._next()] = entry
             chunk = ChunkId(entry.group, entry.key)
-            job = StoreJob(
-                self._job, chunk, entry.parent, entry.slot.extent, entry.slot.offset, length, entry.replaces
-            )
+            job = StoreJob(self._job, chunk, entry.parent, entry.slot.extent, entry.slot.offset, length, entry.replaces)
             jobs.append((tier.name, job))
         return jobs
 
@@ -76,7 +78,7 @@ class Cascade:
     def load_job(self, promotion: Promotion, deadline_s: float) -> tuple[str, LoadJob]:
         """The job that fills a reserved promotion."""
         entry, tier = promotion.entry, self.tiers[promotion.offer.tier]
-        load = Load(entry, tier.name)
+        load = Load(entry, tier.name, clears=list(self.clearing))
         tier.loads[self._next()] = load
         self.loading[entry] = load
         capacity = entry.slot.offset + entry.slot_bytes - entry.payload_offset
@@ -102,7 +104,7 @@ class Cascade:
         del self.loading[load.entry]
         load.done = True
         header = self._acceptable(load.entry, result)
-        if header is None or load.cleared:
+        if header is None or any(scope.covers(header) for scope in load.clears):
             self._core.counters.add(f"tier.{tier_name}.load_failed")
             self._core.promotion_failed(load.entry)
             return load
@@ -138,10 +140,16 @@ class Cascade:
         )
         return header if same else None
 
-    def clear(self, namespace: bytes) -> None:
-        """What tiers are bringing of a namespace (all, if empty) is not to be published."""
+    @contextmanager
+    def clearing_of(self, scope: Scope) -> Iterator[None]:
+        """While this is open, what tiers bring of a scope isn't published: they may not have forgotten it yet."""
         for load in self.loading.values():
-            load.cleared |= namespace in (b"", load.entry.namespace)
+            load.clears.append(scope)
+        self.clearing.append(scope)
+        try:
+            yield
+        finally:
+            self.clearing.remove(scope)
 
     def came_too_late(self, tier_name: str, result: JobResult) -> ChunkId | None:
         """A chunk that was cleared, or found damaged, while it was being stored: the tier must forget it too.
@@ -151,7 +159,8 @@ class Cascade:
         entry = self.tiers[tier_name].stores.get(result.id)
         if entry is None or not result.ok or entry.state is SlotState.COMMITTED:
             return None
-        gone = self._core.removed.get(entry.id) in ("cleared", "corrupt")
+        # A reason that isn't remembered any more may have been one of them.
+        gone = self._core.removed.get(entry.id, "cleared") in ("cleared", "corrupt")
         return ChunkId(entry.group, entry.key) if gone else None
 
     @property

@@ -8,40 +8,50 @@
 
     In quarantine is a slot without an entry that somebody may still be writing.
 
-Memory is reached through an injected `PoolMemory`, which writes slot headers; facts go out through `tell`.
+Memory is reached through an injected `PoolMemory`, which writes slot headers; facts go out through `tell`; time comes
+from `clock`. Nothing here walks the whole table at once: `tick` does what is due and what was dropped in slices.
 The daemon calls it from one thread.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+from forebay.kvstore.chores import Chores
+from forebay.kvstore.clearing import Clearing, Scope, clear_steps
+from forebay.kvstore.deadlines import Deadlines
 from forebay.kvstore.entry import Entry, EntryId, SlotRef
 from forebay.kvstore.facts import Counters, HostFact, PoolMemory
 from forebay.kvstore.header import ChunkHeader, SlotState, encode_header, header_bytes
 from forebay.kvstore.identity import MATCH_UNIT, Namespace
 from forebay.kvstore.index import ChunkTable
 from forebay.kvstore.layout import needed_from, payload_bytes
+from forebay.kvstore.leases import Client, Hold, Leases, Reservation
 from forebay.kvstore.limits import Limits
 from forebay.kvstore.namespaces import NamespaceUse
+from forebay.kvstore.pins import Owner, Pins
 from forebay.kvstore.placement import Placement
 from forebay.kvstore.policies.base import EvictionPolicy
 from forebay.kvstore.policies.lru import Lru
 from forebay.kvstore.protocol import NewChunk, Slot
+from forebay.kvstore.quarantine import Quarantine
 from forebay.kvstore.slots import slot_bytes_for
 from forebay.kvstore.tenancy import TenantRule
 
+__all__ = ["Client", "StoreCore"]
 
-@dataclass(slots=True)
-class Client:
-    """What one connection holds. It ends with the connection. `namespaces` are those that it has registered."""
+SLICE_STEPS = 128
+"""About a millisecond's worth of what `tick` does."""
 
-    id: bytes
-    namespaces: set[bytes] = field(default_factory=set)
-    leases: dict[int, list[Entry]] = field(default_factory=dict)
-    reservations: dict[int, Entry] = field(default_factory=dict)
+
+@dataclass(slots=True, eq=False)
+class Drop:
+    """A connection that is gone, while what it held is being let go of. `writing`: its process may still write."""
+
+    client: Client
+    writing: bool
 
 
 class StoreCore:
@@ -57,6 +67,7 @@ class StoreCore:
         first_generation: int = 1,
         new_policy: Callable[[], EvictionPolicy] = Lru,
         tenants: Mapping[str, TenantRule] | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.memory = memory
         self.limits = limits or Limits()
@@ -66,17 +77,25 @@ class StoreCore:
         self.use = NamespaceUse()
         self.on_forgotten: Callable[[bytes], None] = lambda namespace_id: None
         self.labels: dict[bytes, str] = {}
-        self.quarantine: dict[bytes, list[SlotRef]] = {}
+        self.quarantine = Quarantine()
+        self.quarantined_bytes = 0
         self.removed: OrderedDict[EntryId, str] = OrderedDict()
         self.place = Placement(
             evict=self.retire, cut=memory.cut, new_policy=new_policy, rules=tenants or {},
             accounts_max=self.limits.tenants,
         )  # fmt: skip
+        self.chores = Chores()
+        self.leases = Leases(self.pin, self.unpin, self.chores, self.limits.leases_per_client)
+        self.pins = Pins(self.place, self.limits, self.pin, self.unpin)
         self.reserved_bytes = 0
         self.promoting_bytes = 0
+        self.clock = clock
         self._tell = tell
         self._generation = first_generation
-        self._serial = 0
+        # Ids of leases and reservations don't come again after a restart: an old one must not match a new one.
+        self._serial = first_generation
+        self._reservations: Deadlines[Reservation] = Deadlines()
+        self._dropping: dict[bytes, list[Drop]] = {}
 
     # --- namespaces ------------------------------------------------------------------------------------
 
@@ -125,23 +144,33 @@ class StoreCore:
 
     # --- writing ---------------------------------------------------------------------------------------
 
-    def reserve(self, client: Client, namespace_id: bytes, tenant: str, chunk: NewChunk) -> Slot:
-        """A slot that `client` may write this chunk into, or why not."""
+    def reserve(
+        self, client: Client, namespace_id: bytes, tenant: str, chunk: NewChunk, *, retain_s: float = 0.0
+    ) -> Slot:
+        """A slot that `client` may write this chunk into, or why not.
+
+        With `retain_s` the chunk is retained for its tenant so long, also if it is here already.
+        """
         namespace = self.namespaces[namespace_id]
         known = self.table.get(chunk.group, chunk.key)
         if known is not None and known.state is not SlotState.COMMITTED:
             return Slot("busy")
-        if known is not None or self._covered(chunk):
+        known = known or self._covering(chunk)
+        if known is not None:
+            self.retain(known, tenant, retain_s)
             return Slot("exists")
         if len(client.reservations) >= self.limits.reservations_per_client:
             return self._refuse("full")
-        if not self._within(self.reserved_bytes, self.limits.reserved_share, namespace, chunk):
+        # Quarantined slots count as well: who never finishes what it reserves doesn't get more for that.
+        taken = self.reserved_bytes + self.quarantined_bytes
+        if not self._within(taken, self.limits.reserved_share, namespace, chunk):
             return self._refuse("full")
         entry = self._new_entry(namespace, namespace_id, tenant, chunk, SlotState.RESERVED, client.id)
         if entry is None:
             return self._refuse("full")
         self._serial += 1
-        client.reservations[self._serial] = entry
+        reservation = client.reservations[self._serial] = Reservation(self._serial, client, entry, retain_s)
+        reservation.bucket = self._reservations.set(reservation, self.clock() + self.limits.reservation_s)
         self.reserved_bytes += entry.slot_bytes
         self.counters.add("store.reserved")
         return Slot(
@@ -153,10 +182,15 @@ class StoreCore:
         self.counters.add("store.refused_full")
         return Slot("full")
 
-    def _covered(self, chunk: NewChunk) -> bool:
-        return any(
-            child.tokens.startswith(chunk.tokens) and child.extra == chunk.extra
-            for child in self.table.children(chunk.group, chunk.parent)
+    def _covering(self, chunk: NewChunk) -> Entry | None:
+        """A committed chunk that begins with all of this one."""
+        return next(
+            (
+                child
+                for child in self.table.children(chunk.group, chunk.parent)
+                if child.tokens.startswith(chunk.tokens) and child.extra == chunk.extra
+            ),
+            None,
         )
 
     def _within(self, used: int, share: float, namespace: Namespace, chunk: NewChunk) -> bool:
@@ -209,10 +243,10 @@ class StoreCore:
 
         The entry comes back pinned once; the caller releases it when cascading is arranged.
         """
-        entry = client.reservations.pop(reservation, None)
-        if entry is None:
+        ended = self._end_reservation(client, reservation)
+        if ended is None:
             return None
-        self.reserved_bytes -= entry.slot_bytes
+        entry = ended.entry
         if len(checksums) != 8 * (entry.token_count // MATCH_UNIT):
             self._discard(entry)
             return None
@@ -220,7 +254,20 @@ class StoreCore:
         self._publish(entry)
         self.counters.add("store.committed")
         self.counters.add("store.committed_bytes", entry.payload_length)
+        self.retain(entry, entry.tenant, ended.retain_s)
         return entry
+
+    def _end_reservation(self, client: Client, reservation: int) -> Reservation | None:
+        """Its writer has stopped. None if it had ended before; its slot leaves quarantine then."""
+        found = client.reservations.pop(reservation, None)
+        if found is not None:
+            self._reservations.drop(found, found.bucket)
+            self.reserved_bytes -= found.entry.slot_bytes
+            return found
+        slot = self.quarantine.take(client.id, reservation)
+        if slot is not None:
+            self._end_slot(slot)
+        return None
 
     def _publish(self, entry: Entry) -> None:
         """RESERVED or PROMOTING becomes COMMITTED: header first, state last, facts after that."""
@@ -248,9 +295,11 @@ class StoreCore:
         ]
 
     def _supersede_shorter(self, entry: Entry) -> None:
-        shorter = self.shorter_siblings(entry)
+        # A hard pin names one chunk within a budget: it stays, whatever else has come.
+        shorter = [child for child in self.shorter_siblings(entry) if not self.pins.is_hard(child)]
         entry.replaces = max(shorter, key=lambda child: child.end).key if shorter else b""
         for child in shorter:
+            self.pins.inherit(child, entry)
             self.retire(child, "replaced")
 
     def _demote_passed(self, entry: Entry) -> None:
@@ -272,10 +321,9 @@ class StoreCore:
 
     def abort(self, client: Client, reservation: int) -> None:
         """The client has stopped writing and gives the slot back."""
-        entry = client.reservations.pop(reservation, None)
-        if entry is not None:
-            self.reserved_bytes -= entry.slot_bytes
-            self._discard(entry)
+        ended = self._end_reservation(client, reservation)
+        if ended is not None:
+            self._discard(ended.entry)
 
     # --- promotion -------------------------------------------------------------------------------------
 
@@ -351,47 +399,145 @@ class StoreCore:
         if entry.pins == 0:
             self.place.released(entry)
 
-    def lease(self, client: Client, entries: list[Entry]) -> int:
-        """Pin entries for a client in one step; returns the lease's id, 0 if it may hold no more."""
-        if not entries or len(client.leases) >= self.limits.leases_per_client:
+    def lease(self, client: Client, entries: list[Entry], *, hit: int = 0, lease_s: float = 0.0) -> int:
+        """Pin entries for a client in one step; returns the lease's id, 0 if it may hold no more.
+
+        It ends after `lease_s` at the latest (0: what is usual).
+        """
+        if not entries:
             return 0
-        for entry in entries:
-            self.pin(entry)
         self._serial += 1
-        client.leases[self._serial] = entries
-        return self._serial
+        hold = self.leases.grant(client, self._serial, hit, entries, self._lease_end(lease_s))
+        return self._serial if hold is not None else 0
+
+    def join(self, client: Client, lease: int, *, lease_s: float = 0.0) -> Hold | None:
+        """Pin a lease of the client's group for this client too, or set a new end to its own hold of it."""
+        return self.leases.join(client, lease, self._lease_end(lease_s))
+
+    def lease_seconds(self, asked: float) -> float:
+        """How long a lease lasts that is asked for with these seconds."""
+        return min(asked, self.limits.lease_s_max) if asked > 0 else self.limits.lease_s
+
+    def _lease_end(self, asked: float) -> float:
+        return self.clock() + self.lease_seconds(asked)
 
     def release(self, client: Client, leases: Iterable[int]) -> None:
         """End leases. Deepest chunks are released first, so that a chain's head is the last to be evicted."""
         for lease in leases:
-            for entry in sorted(client.leases.pop(lease, ()), key=lambda e: -e.start):
-                self.unpin(entry)
+            self.leases.release(client, lease)
 
     def drop_client(self, client: Client, *, writing: bool) -> None:
-        """The connection is gone. With `writing` its process lives and may still write: quarantine."""
-        self.release(client, list(client.leases))
+        """The connection is gone, and can reach nothing any more. With `writing` its process lives and may still
+        write: its slots go to quarantine. What it held is let go of in slices."""
+        assert not client.gone
+        client.gone = True
         for namespace_id in client.namespaces:
             self.use.left(namespace_id)
         client.namespaces.clear()
-        for entry in client.reservations.values():
-            self.reserved_bytes -= entry.slot_bytes
-            if writing:
-                self.quarantine.setdefault(client.id, []).append(entry.slot)
-            self._discard(entry, keep_slot=writing)
-        client.reservations.clear()
+        drop = Drop(client, writing)
+        self._dropping.setdefault(client.id, []).append(drop)
+        self.chores.add(self._drop_steps(drop, self.leases.detach(client)))
+
+    def _drop_steps(self, drop: Drop, leases: Iterator[None]) -> Iterator[None]:
+        client = drop.client
+        while client.reservations:
+            reservation = next(iter(client.reservations.values()))
+            self._reservations.drop(reservation, reservation.bucket)
+            self._give_up(reservation, writing=drop.writing)
+            yield
+        yield from leases
+        drops = self._dropping[client.id]
+        drops.remove(drop)
+        if not drops:
+            del self._dropping[client.id]
+
+    def _give_up(self, reservation: Reservation, *, writing: bool) -> None:
+        """Nobody waits for this chunk any more; its key is free. The slot isn't, if somebody may be writing."""
+        client, entry = reservation.client, reservation.entry
+        del client.reservations[reservation.id]
+        self.reserved_bytes -= entry.slot_bytes
+        if writing:
+            self.hold_slot(client.id, entry.slot, entry.slot_bytes, reservation.id)
+        self._discard(entry, keep_slot=writing)
+
+    def hold_slot(self, owner: bytes, slot: SlotRef, slot_bytes: int, reservation: int = 0) -> None:
+        """Put a slot into quarantine."""
+        self.quarantine.hold(owner, slot, reservation)
+        self.quarantined_bytes += slot_bytes
+
+    def may_write(self, owner: bytes) -> bool:
+        """Does anything wait for this process to stop writing, or to die?"""
+        return owner in self.quarantine or owner in self._dropping
 
     def end_quarantine(self, owner: bytes) -> int:
-        """`owner` is dead, or says that it writes nothing any more; returns how many slots came free."""
-        slots = self.quarantine.pop(owner, [])
-        for slot in slots:
-            self._free_mark(slot)
-            self.place.drop_slot(slot)
+        """`owner` is dead, or says that it writes nothing any more; returns how many slots come free."""
+        for drop in self._dropping.get(owner, ()):
+            drop.writing = False
+        slots = self.quarantine.take_all(owner)
+        if slots:
+            self.chores.add(self._end_slots(slots))
         return len(slots)
+
+    def _end_slots(self, slots: Sequence[SlotRef]) -> Iterator[None]:
+        for slot in slots:
+            self._end_slot(slot)
+            yield
+
+    def _end_slot(self, slot: SlotRef) -> None:
+        self.quarantined_bytes -= self.place.slots.extents[slot.extent].slot_bytes
+        self._free_mark(slot)
+        self.place.drop_slot(slot)
+
+    # --- keeping ---------------------------------------------------------------------------------------
+
+    def retain(self, entry: Entry, tenant: str, seconds: float) -> None:
+        """Keep a chunk for its tenant within the tenant's budget; beyond that it is stored like any other."""
+        if seconds <= 0 or entry.state is not SlotState.COMMITTED:
+            return
+        kept = self.pins.retain(entry, tenant, self.clock() + min(seconds, self.limits.pin_s_max))
+        self.counters.add("pins.retained" if kept else "pins.retain_refused")
+
+    def keep(self, entries: Sequence[Entry], owner: Owner, seconds: float) -> None:
+        """Pin entries softly or hard. Raises RequestRefused, and then none of them is."""
+        self.pins.pin(entries, owner, self.clock() + min(seconds, self.limits.pin_s_max))
+
+    def touch(self, entries: Iterable[Entry]) -> None:
+        """These were just used: they are the last to be evicted."""
+        for entry in sorted(entries, key=lambda e: -e.start):
+            self.pin(entry)
+            self.unpin(entry)
+
+    # --- time ------------------------------------------------------------------------------------------
+
+    def tick(self, steps: int = SLICE_STEPS) -> bool:
+        """One bounded slice: promises whose time is over end, and what was dropped is let go of.
+
+        True if there is more to do; it is no hurry, but pins and slots are held until then.
+        """
+        now = self.clock()
+        for _ in range(steps):
+            if not self._expire_one(now):
+                return self.chores.run(steps)
+        return True
+
+    def _expire_one(self, now: float) -> bool:
+        if self.leases.expire_one(now):
+            self.counters.add("store.leases_expired")
+            return True
+        if self.pins.expire_one(now):
+            return True
+        reservation = self._reservations.take(now)
+        if reservation is None:
+            return False
+        self.counters.add("store.reservations_expired")
+        self._give_up(reservation, writing=True)
+        return True
 
     # --- removal ---------------------------------------------------------------------------------------
 
     def retire(self, entry: Entry, reason: str) -> None:
         """Take a committed entry out of sight at once; its slot is free once nobody pins it."""
+        self.pins.forget(entry)
         self._withdraw(entry, reason)
         if entry.pins == 0:
             self._free(entry)
@@ -433,9 +579,9 @@ class StoreCore:
         self.counters.add("host.corrupt")
         self.retire(entry, "corrupt")
 
-    def clear(self, namespace_id: bytes) -> int:
-        """Forget every chunk of a namespace, or of all if empty; pinned ones lose their slot later."""
-        gone = [e for e in self.table if e.state is SlotState.COMMITTED and namespace_id in (b"", e.namespace)]
-        for entry in gone:
-            self.retire(entry, "cleared")
-        return len(gone)
+    def clear(self, scope: Scope, then: Callable[[], None] = lambda: None) -> Clearing:
+        """Begin to forget the chunks of a scope that are here now, pinned or not; those that are being read lose
+        their slot later. It is done in slices; when the result says `done`, none of them is found any more."""
+        clearing = Clearing(scope, self._generation, then)
+        self.chores.add(clear_steps(self, clearing))
+        return clearing

@@ -18,8 +18,21 @@ class Limits:
     reservations_per_client: int = 4096
     reply_bytes_per_connection: int = 64 << 20
     removed_remembered: int = 1 << 16
+    clears: int = 16
+    # Promises end by themselves, in seconds: leases that ask for no time of their own, the longest that may be
+    # asked for, reservations, and pins.
+    lease_s: float = 120.0
+    lease_s_max: float = 3600.0
+    reservation_s: float = 60.0
+    pin_s_max: float = 7 * 86400.0
+    # Keeps: a pin or retention of one chunk by one owner.
+    keeps: int = 1 << 20
+    keep_owners: int = 1024
     # Shares of the pool, so that a flood of stores can't starve promotions, nor the other way round.
     reserved_share: float = 0.5
     promoting_share: float = 0.5
+    # What all hard pins together may hold, and what one tenant may retain.
+    pin_share: float = 0.25
+    retain_share: float = 0.1
     # Bytes that one tier's cascade may keep pinned in the pool: a hung tier can't fill it.
     cascade_share: float = 0.25

@@ -1,10 +1,10 @@
 """Matching a prompt against the pool and against what tiers offer, and turning the result into pins.
 
-    match()      what host memory has, per group and chunk position
-    queries()    what tiers should be asked for
-    offer()      what a tier has, where it reaches further
-    promotions() the loads that the best length needs; entries reserved and pinned
-    pin()        match again, pin all of it under one lease
+match()      what host memory has, per group and chunk position
+queries()    what tiers should be asked for
+offer()      what a tier has, where it reaches further
+promotions() the loads that the best length needs; entries reserved and pinned
+pin()        match again, pin all of it under one lease
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from forebay.tiers.base import LookupResult, Query
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One lookup's question. `keys` are those at the ends of the chunks of `tokens`, joined (`chunk_keys`)."""
+    """One lookup's question. `keys` are those at the ends of the chunks of `tokens`, joined (`chunk_keys`). What it
+    finds is promised for `lease_s` (0: as usual)."""
 
     namespace_id: bytes
     namespace: Namespace
@@ -33,6 +34,7 @@ class Prompt:
     keys: bytes
     limit: int
     extra: bytes = b""
+    lease_s: float = 0.0
 
     @property
     def positions(self) -> int:
@@ -226,9 +228,7 @@ def _hold(core: StoreCore, found: Match, plan: Promotions, hit: int) -> None:
             plan.held.append(entry)
 
 
-def _promote(
-    core: StoreCore, found: Match, plan: Promotions, place: tuple[int, int], owners: dict[str, bytes]
-) -> bool:
+def _promote(core: StoreCore, found: Match, plan: Promotions, place: tuple[int, int], owners: dict[str, bytes]) -> bool:
     chosen = found.offers.get(place)
     if chosen is None:
         return False
@@ -270,5 +270,5 @@ def pin(core: StoreCore, client: Client, found: Match) -> Pinned:
     if len(entries) > core.limits.pins_per_lease:
         core.counters.add("store.refused_pins")
         return Pinned(0, 0, [])
-    lease = core.lease(client, entries)
+    lease = core.lease(client, entries, hit=hit, lease_s=found.prompt.lease_s)
     return Pinned(lease, hit, entries) if lease else Pinned(0, 0, [])

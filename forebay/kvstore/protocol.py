@@ -28,12 +28,14 @@ class Message(msgspec.Struct, frozen=True, tag=True, tag_field="type", forbid_un
 
 class Hello(Message, frozen=True):
     """First message of a connection. A client that comes back with its old `client` thereby says that
-    none of its writes from before is still under way."""
+    none of its writes from before is still under way. `client` names a process, `group` the engine that it belongs
+    to (empty: none): connections of one group may join each other's leases."""
 
     rid: int
     client: bytes
     kind: str
     version: int = PROTOCOL_VERSION
+    group: bytes = b""
 
 
 class Welcome(Message, frozen=True):
@@ -76,8 +78,8 @@ class Registered(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """The request was understood and not done. `code` (version, namespace, limits, unknown, busy, internal) is
-    for programs, `message` for people."""
+    """The request was understood and not done. `code` (version, namespace, limits, budget, unknown, busy, internal)
+    is for programs, `message` for people."""
 
     rid: int
     code: str
@@ -92,7 +94,8 @@ class Lookup(Message, frozen=True):
 
     `root` is where the chain of `tokens` (u32 LE) begins, `keys` are those at the ends of its chunks, joined: each
     whole chunk, and the last whole unit of the open one. `limit` caps the hit (a prompt must compute at least one
-    token). `deadline_ms` is how long tiers may take to promote; 0 answers from memory at once.
+    token). `deadline_ms` is how long tiers may take to promote; 0 answers from memory at once. `lease_ms` is how long
+    the promise is wanted at most (0: what is usual); it ends before if it is released.
     """
 
     rid: int
@@ -103,6 +106,7 @@ class Lookup(Message, frozen=True):
     limit: int
     deadline_ms: int = 0
     extra: bytes = b""
+    lease_ms: int = 0
 
 
 class ChunkRead(msgspec.Struct, frozen=True, array_like=True):
@@ -127,7 +131,7 @@ class Found(Message, frozen=True):
     """`hit` tokens are served by `chunks`, pinned under `lease` (0: nothing is pinned).
 
     `from_tier` counts the hit's tokens that a tier had to promote, by tier name. `pending` says that more
-    would have come had the deadline been longer.
+    would have come had the deadline been longer. `lease_ms` is how long the promise holds unless it is renewed (Join).
     """
 
     rid: int
@@ -137,12 +141,49 @@ class Found(Message, frozen=True):
     chunks: list[ChunkRead]
     from_tier: dict[str, int]
     pending: bool = False
+    lease_ms: int = 0
+
+
+class Join(Message, frozen=True):
+    """Hold leases of this connection's group as well, or renew one's own; `lease_ms` as in Lookup.
+
+    A lease ends when the last connection that holds it has released it, is closed, or has run out of time.
+    """
+
+    rid: int
+    leases: list[int]
+    lease_ms: int = 0
+
+
+class Shared(msgspec.Struct, frozen=True, array_like=True):
+    """A lease that was joined: what in it is still pinned, in the order to which Part refers."""
+
+    lease: int
+    hit: int
+    chunks: list[ChunkRead]
+
+
+class Joined(Message, frozen=True):
+    """The leases that could be joined; the others have ended, or belong to another group."""
+
+    rid: int
+    boot: bytes
+    leases: list[Shared]
+    lease_ms: int
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """Some chunks of a lease, by their places in the answer that gave it."""
+
+    lease: int
+    chunks: list[int]
 
 
 class Release(Message, frozen=True):
-    """Give leases back. No answer; an unknown lease is ignored (it ended with a restart)."""
+    """Give leases back, whole or in parts. No answer; what isn't known is ignored (it ended with a restart)."""
 
     leases: list[int]
+    parts: list[Part] = []
 
 
 class Damaged(Message, frozen=True):
@@ -166,12 +207,17 @@ class NewChunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reserve(Message, frozen=True):
-    """Ask for room for chunks of one tenant, parents first."""
+    """Ask for room for chunks of one tenant, parents first.
+
+    With `retain_s` they are kept so long once they are there, also if they were there before: they go only when
+    everything else has gone, within the tenant's budget.
+    """
 
     rid: int
     namespace: bytes
     tenant: str
     chunks: list[NewChunk]
+    retain_s: float = 0.0
 
 
 class Slot(msgspec.Struct, frozen=True, array_like=True):
@@ -225,6 +271,53 @@ class Abort(Message, frozen=True):
     reservations: list[int]
 
 
+# --- keeping -------------------------------------------------------------------------------------------
+
+
+class Pin(Message, frozen=True):
+    """Keep these chunks (group, key) in memory for `ttl_s`, for whoever `by` says. Answered by Kept.
+
+    `soft`: they go only when everything that nobody keeps is gone; `hard`: they don't go, within the store's budget,
+    beyond which none of them is pinned (Refused, `budget`). Renews what is pinned already. Pins don't end with the
+    connection, but with the store.
+    """
+
+    rid: int
+    chunks: list[tuple[int, bytes]]
+    kind: Literal["soft", "hard"]
+    by: str
+    ttl_s: float
+
+
+class Unpin(Message, frozen=True):
+    """End the pins that `by` has on these chunks. Answered by Kept."""
+
+    rid: int
+    chunks: list[tuple[int, bytes]]
+    by: str
+
+
+class Touch(Message, frozen=True):
+    """These chunks were just used. With `retain_s` they are retained for a tenant, as in Reserve.
+
+    Answered by Kept; not at all if `rid` is 0.
+    """
+
+    rid: int
+    chunks: list[tuple[int, bytes]]
+    tenant: str = ""
+    retain_s: float = 0.0
+
+
+class Kept(Message, frozen=True):
+    """How many of the chunks are in memory (after Unpin: had been pinned), and the size of their slots in bytes."""
+
+    rid: int
+    boot: bytes
+    chunks: int
+    size: int
+
+
 # --- watching ------------------------------------------------------------------------------------------
 
 
@@ -235,7 +328,8 @@ class GetStats(Message, frozen=True):
 
 
 class Stats(Message, frozen=True):
-    """Counters and gauges by dotted name, plus descriptions of namespaces, tiers and event endpoints."""
+    """Counters and gauges by dotted name, plus descriptions of namespaces, tiers, event endpoints, and of who keeps
+    how much (`pins`)."""
 
     rid: int
     boot: bytes
@@ -244,6 +338,7 @@ class Stats(Message, frozen=True):
     info: dict[str, str]
     namespaces: list[dict[str, str]]
     tiers: list[dict[str, str]]
+    pins: list[dict[str, str]] = []
 
 
 class List(Message, frozen=True):
@@ -253,6 +348,14 @@ class List(Message, frozen=True):
     cursor: int = 0
     limit: int = 500
     namespace: bytes = b""
+
+
+class KeptBy(msgspec.Struct, frozen=True, array_like=True):
+    """Why a chunk is kept (soft, hard, retained), by whom, and for how many seconds more."""
+
+    kind: str
+    by: str
+    seconds: float
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -269,6 +372,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     state: str
     pins: int
     tiers: list[str]
+    kept: list[KeptBy] = []
 
 
 class Rows(Message, frozen=True):
@@ -324,26 +428,34 @@ class Checked(Message, frozen=True):
 
 
 class Clear(Message, frozen=True):
-    """Forget every unpinned chunk of a namespace (all if empty) in memory and in every tier."""
+    """Forget chunks in memory and in every tier, pinned or not: those of a namespace (all if empty), of a tenant
+    (None: of all), and with a `root` those that hold the end of `tokens` or go on from there."""
 
     rid: int
     namespace: bytes = b""
+    tenant: str | None = None
+    root: bytes = b""
+    tokens: bytes = b""
+    extra: bytes = b""
 
 
 class Cleared(Message, frozen=True):
-    """How many chunks memory lost."""
+    """How many chunks memory lost, and each tier; -1 for a tier that doesn't say in time or can't tell which
+    chunks are meant (`docs/protocol.md`)."""
 
     rid: int
     chunks: int
+    tiers: dict[str, int] = {}
 
 
 Request = Union[
-    Hello, GetExtents, Register, Lookup, Release, Damaged, Reserve, Commit, Abort,
-    GetStats, List, Explain, Check, Clear,
+    Hello, GetExtents, Register, Lookup, Join, Release, Damaged, Reserve, Commit, Abort,
+    Pin, Unpin, Touch, GetStats, List, Explain, Check, Clear,
 ]  # fmt: skip
 Reply = Union[
-    Welcome, Extents, Registered, Refused, Found, Reserved, Committed, Stats, Rows, Explained, Checked, Cleared
-]
+    Welcome, Extents, Registered, Refused, Found, Joined, Reserved, Committed, Kept,
+    Stats, Rows, Explained, Checked, Cleared,
+]  # fmt: skip
 
 REQUESTS: Codec[Request] = Codec(Request)
 REPLIES: Codec[Reply] = Codec(Reply)

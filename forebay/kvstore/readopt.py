@@ -84,7 +84,7 @@ def _adopt_slot(
     if state in (SlotState.RESERVED, SlotState.PROMOTING) and alive(header.owner):
         core.place.slots.claim(slot)
         core.place.hold_slot(slot, header.tenant)
-        core.quarantine.setdefault(header.owner, []).append(slot)
+        core.hold_slot(header.owner, slot, len(memory))
         found.quarantined += 1
     elif state is SlotState.COMMITTED and _belongs(core, header, len(memory)):
         core.adopt(_entry(core, header, slot, memory))

@@ -11,7 +11,7 @@ from forebay.kvstore.entry import Entry, EntryId
 from forebay.kvstore.header import SlotState
 from forebay.kvstore.identity import Namespace
 from forebay.kvstore.lookup import Match, Prompt
-from forebay.kvstore.protocol import Row, TierReach
+from forebay.kvstore.protocol import KeptBy, Row, TierReach
 from forebay.tiers.base import LookupResult
 
 _REMOVED = {
@@ -33,7 +33,16 @@ def gauges(core: StoreCore, cascade: Cascade) -> dict[str, float]:
         "host.evictable": core.place.accounts.evictable_entries,
         "host.reserved_bytes": core.reserved_bytes,
         "host.promoting_bytes": core.promoting_bytes,
-        "host.quarantined_slots": sum(len(slots) for slots in core.quarantine.values()),
+        "host.quarantined_slots": len(core.quarantine),
+        "host.quarantined_bytes": core.quarantined_bytes,
+        "host.kept": len(core.place.kept),
+        "store.leases": len(core.leases),
+        "store.chores": len(core.chores),
+        "pins.keeps": len(core.pins),
+        "pins.owners": len(core.pins.totals),
+        "pins.hard_bytes": core.pins.hard_bytes,
+        "pins.hard_bytes_budget": core.pins.hard_budget,
+        "pins.retain_bytes_budget": core.pins.retain_budget,
         "host.removed_remembered": len(core.removed),
         "store.namespaces": len(core.namespaces),
         "process.rss_bytes": _rss_bytes(),
@@ -74,12 +83,12 @@ def namespace_rows(core: StoreCore) -> list[dict[str, str]]:
     return rows
 
 
-def row(entry: Entry) -> Row:
+def row(entry: Entry, kept: list[KeptBy]) -> Row:
     """One line of a listing."""
     state = entry.state.name.lower() + ("" if entry.verified else ", unread")
     return Row(
         entry.namespace, entry.group, entry.key, entry.parent, entry.start, entry.token_count,
-        entry.payload_length, entry.tenant, state, entry.pins, sorted(entry.tiers),
+        entry.payload_length, entry.tenant, state, entry.pins, sorted(entry.tiers), kept,
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from forebay.kvstore.extents import ClientLocks, PoolFiles
 from forebay.kvstore.header import SlotState
 from forebay.kvstore.identity import KEY_BYTES, MATCH_UNIT, chunk_key, chunk_keys, decode_namespace, encode_namespace
 from forebay.kvstore.lookup import Pinned, Prompt, match
+from forebay.kvstore.promises import Promises, checked_retention
 from forebay.kvstore.protocol import (
     BATCH_ITEMS_MAX,
     EXTRA_BYTES_MAX,
@@ -29,7 +30,6 @@ from forebay.kvstore.protocol import (
     Checked,
     ChunkRead,
     Clear,
-    Cleared,
     Commit,
     Committed,
     Damaged,
@@ -40,9 +40,11 @@ from forebay.kvstore.protocol import (
     GetExtents,
     GetStats,
     Hello,
+    Join,
     List,
     Lookup,
     NewChunk,
+    Pin,
     Register,
     Registered,
     Release,
@@ -51,11 +53,14 @@ from forebay.kvstore.protocol import (
     Reserved,
     Rows,
     Stats,
+    Touch,
+    Unpin,
     Welcome,
 )
 from forebay.kvstore.reader import Reader
 from forebay.kvstore.readopt import is_intact
 from forebay.kvstore.server import Answer, Connection
+from forebay.kvstore.writers import Writers
 from forebay.tiers.base import JobResult, LookupResult, TierChange
 
 if TYPE_CHECKING:
@@ -63,7 +68,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-QUARANTINE_CHECKS_S = (0.0, 0.01, 0.05)
 EXPLAIN_TIER_S = 2.0
 LABEL_CHARACTERS_MAX = 128
 
@@ -84,6 +88,10 @@ class StoreService:
     def __post_init__(self) -> None:
         self.cascade = Cascade(self.core)
         self.reader = Reader(self.core, self.cascade, self.tiers, lambda entry: is_intact(self.pool, entry))
+        self.promises = Promises(self.core, self.cascade, self.tiers, self.boot)
+        self.writers = Writers(self.core, self.locks, self._end_connection)
+        self.core.chores.wake = self._work_soon
+        self._working = False
 
     # --- connections -----------------------------------------------------------------------------------
 
@@ -91,46 +99,43 @@ class StoreService:
         """Take a client in. It writes nothing from before any more, so its quarantine ends."""
         if len(self.connections) >= self.core.limits.connections:
             raise RequestRefused("busy", f"{len(self.connections)} clients are connected already")
-        self.core.end_quarantine(hello.client)
-        lock = self.locks.create(hello.client)
-        message = Welcome(rid=hello.rid, boot=self.boot, extent_bytes=self.pool.extent_bytes)
-        return message, [lock], Client(hello.client)
+        client, lock = self.writers.welcome(hello)
+        return Welcome(rid=hello.rid, boot=self.boot, extent_bytes=self.pool.extent_bytes), [lock], client
 
     def gone(self, connection: Connection) -> None:
-        """A connection has ended: pins are free now, slots once nobody can be writing into them."""
+        """A connection has ended: its promises end now, slots once nobody can be writing into them."""
         self.connections.discard(connection)
-        client = connection.client
-        if client is None:
-            return
-        self.core.drop_client(client, writing=bool(client.reservations) and self.locks.alive(client.id))
-        if client.id in self.core.quarantine:
-            self._check_again(client.id, 1)
-        else:
-            self.locks.forget(client.id)
+        if connection.client is not None:
+            self.writers.gone(connection.client)
 
-    def _check_again(self, owner: bytes, attempt: int) -> None:
-        # A dying process closes its socket before its lock: look again soon, then once a second (`tick`).
-        if attempt < len(QUARANTINE_CHECKS_S):
-            delay = QUARANTINE_CHECKS_S[attempt]
-            asyncio.get_running_loop().call_later(delay, self._recheck, owner, attempt + 1)
+    def _end_connection(self, client: Client) -> None:
+        for connection in [c for c in self.connections if c.client is client]:
+            connection.abort()
 
-    def _recheck(self, owner: bytes, attempt: int) -> None:
-        if owner in self.core.quarantine and not self.end_if_dead(owner):
-            self._check_again(owner, attempt)
-
-    def end_if_dead(self, owner: bytes) -> bool:
-        """Free the quarantined slots of a writer whose process is gone."""
-        if self.locks.alive(owner):
-            return False
-        freed = self.core.end_quarantine(owner)
-        self.locks.forget(owner)
-        self.core.counters.add("host.quarantine_freed", freed)
-        return True
+    # --- time ------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Once a second: quarantined writers may have died."""
-        for owner in list(self.core.quarantine):
-            self.end_if_dead(owner)
+        """Once a second: quarantined writers may have died, promises have come to their end."""
+        self.writers.check_all()
+        self._work_soon()
+
+    def _work_soon(self) -> None:
+        """Go on with the core's long work between other things: a slice in each turn of the loop."""
+        if not self._working:
+            self._working = True
+            asyncio.get_running_loop().call_soon(self._work)
+
+    def _work(self) -> None:
+        self._working = False
+        try:
+            more = self.core.tick()
+        except Exception:
+            # That chore is lost, which is a bug to be told; the others must go on.
+            self.core.counters.add("store.background_failures")
+            log.exception("long work of the store has failed")
+            more = True
+        if more:
+            self._work_soon()
 
     # --- requests --------------------------------------------------------------------------------------
 
@@ -145,9 +150,8 @@ class StoreService:
                 return self._reserve(client, request)
             case Commit():
                 return self._commit(client, request)
-            case Release():
-                self.core.release(client, request.leases)
-                return None
+            case Join() | Release() | Pin() | Unpin() | Touch() | Clear():
+                return self.promises.handle(client, request)
             case Abort():
                 for reservation in request.reservations:
                     self.core.abort(client, reservation)
@@ -173,8 +177,6 @@ class StoreService:
                 return self._explain(request)
             case Check():
                 return self._check(request)
-            case Clear():
-                return self._clear(request)
             case _:
                 raise RequestRefused("unknown", f"{type(request).__name__} is not expected here")
 
@@ -211,7 +213,10 @@ class StoreService:
             keys = request.keys
         else:
             keys = chunk_keys(request.root, request.tokens, namespace.chunk_tokens, request.extra)
-        prompt = Prompt(request.namespace, namespace, request.root, request.tokens, keys, limit, request.extra)
+        lease_s = request.lease_ms / 1000 if isinstance(request, Lookup) else 0.0
+        prompt = Prompt(
+            request.namespace, namespace, request.root, request.tokens, keys, limit, request.extra, lease_s
+        )  # fmt: skip
         if len(keys) != -(-prompt.whole // namespace.chunk_tokens) * KEY_BYTES:
             raise RequestRefused("limits", "a lookup has one 32-byte key for each chunk that its whole units touch")
         return prompt
@@ -224,9 +229,7 @@ class StoreService:
             return self._found(request, prompt, pinned, {}, False)
         return self._lookup_slowly(connection, client, request, prompt)
 
-    async def _lookup_slowly(
-        self, connection: Connection, client: Client, request: Lookup, prompt: Prompt
-    ) -> Found:
+    async def _lookup_slowly(self, connection: Connection, client: Client, request: Lookup, prompt: Prompt) -> Found:
         pinned, origins, pending = await self.reader.lookup(
             client, prompt, request.deadline_ms, lambda: not connection.closed
         )
@@ -253,7 +256,7 @@ class StoreService:
         ]  # fmt: skip
         return Found(
             rid=request.rid, boot=self.boot, lease=pinned.lease, hit=pinned.hit, chunks=chunks,
-            from_tier=from_tier, pending=pending,
+            from_tier=from_tier, pending=pending, lease_ms=int(self.core.lease_seconds(prompt.lease_s) * 1000),
         )  # fmt: skip
 
     def _reserve(self, client: Client, request: Reserve) -> Reserved:
@@ -264,7 +267,11 @@ class StoreService:
             raise RequestRefused("limits", f"at most {BATCH_ITEMS_MAX} chunks a batch, tenant ids of 128 bytes")
         for chunk in request.chunks:
             self._check_chunk(namespace.chunk_tokens, len(namespace.groups), chunk)
-        slots = [self.core.reserve(client, request.namespace, request.tenant, chunk) for chunk in request.chunks]
+        retain_s = checked_retention(request.retain_s)
+        slots = [
+            self.core.reserve(client, request.namespace, request.tenant, chunk, retain_s=retain_s)
+            for chunk in request.chunks
+        ]
         return Reserved(rid=request.rid, boot=self.boot, slots=slots)
 
     @staticmethod
@@ -314,7 +321,7 @@ class StoreService:
         values, tiers = await self.figures()
         return Stats(
             rid=request.rid, boot=self.boot, pid=os.getpid(), values=values, info=self.info | self.announcer.places(),
-            namespaces=report.namespace_rows(self.core), tiers=tiers,
+            namespaces=report.namespace_rows(self.core), tiers=tiers, pins=self.promises.owners(),
         )  # fmt: skip
 
     async def figures(self) -> tuple[dict[str, float], list[dict[str, str]]]:
@@ -332,10 +339,10 @@ class StoreService:
         limit = max(1, min(request.limit, BATCH_ITEMS_MAX))
         if not 0 <= request.cursor < 1 << 62:
             raise RequestRefused("limits", f"cursor {request.cursor} is none that an earlier page gave")
-        entries = self.core.table.page(request.cursor, limit)
-        rows = [report.row(e) for e in entries if request.namespace in (b"", e.namespace)]
-        cursor = request.cursor + limit if len(entries) == limit else 0
-        return Rows(rid=request.rid, rows=rows, cursor=cursor)
+        page = self.core.place.page(request.cursor, limit)
+        wanted = (entry for entry in page.entries if request.namespace in (b"", entry.namespace))
+        rows = [report.row(entry, self.promises.kept_by(entry)) for entry in wanted]
+        return Rows(rid=request.rid, rows=rows, cursor=page.cursor)
 
     async def _explain(self, request: Explain) -> Explained:
         prompt = self._prompt(request, len(request.tokens) // 4)
@@ -351,7 +358,7 @@ class StoreService:
     async def _check(self, request: Check) -> Checked:
         chunks = read = 0
         damaged = []
-        for entry in self.core.table:
+        for entry in (entry for some in self.core.place.walk() for entry in some):
             if entry.state is not SlotState.COMMITTED:
                 continue
             self.core.pin(entry)
@@ -365,13 +372,6 @@ class StoreService:
                 if request.repair and entry.state is SlotState.COMMITTED:
                     self.core.damaged(entry)
         return Checked(rid=request.rid, chunks=chunks, bytes=read, damaged=damaged)
-
-    async def _clear(self, request: Clear) -> Cleared:
-        cleared = self.core.clear(request.namespace)
-        self.cascade.clear(request.namespace)
-        for tier in self.tiers.values():
-            await tier.clear(request.namespace)
-        return Cleared(rid=request.rid, chunks=cleared)
 
     # --- tiers -----------------------------------------------------------------------------------------
 
@@ -399,7 +399,7 @@ class StoreService:
 
     async def read_adopted(self) -> None:
         """After a restart: read every adopted chunk in the background, so that it may be announced."""
-        for entry in self.core.table:
+        for entry in (entry for some in self.core.place.walk() for entry in some):
             if not entry.verified and entry.state is SlotState.COMMITTED:
                 await self.reader.check(entry)
                 if entry.verified and entry.state is SlotState.COMMITTED:

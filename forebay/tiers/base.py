@@ -110,6 +110,20 @@ class TierChange(msgspec.Struct, frozen=True, array_like=True):
     header: bytes = b""
 
 
+class ClearScope(msgspec.Struct, frozen=True, array_like=True):
+    """What to forget: of a namespace (all if empty), of a tenant (None: of all), and if there is a `parent` only what
+    follows it: the children of that key in all of `groups`, at token `start`, which begin with `tokens` and have this
+    `extra`, and everything that goes on from them."""
+
+    namespace: bytes = b""
+    tenant: str | None = None
+    groups: int = 0
+    parent: bytes = b""
+    start: int = 0
+    tokens: bytes = b""
+    extra: bytes = b""
+
+
 class TierStats(msgspec.Struct, frozen=True, array_like=True):
     """Counters and gauges of a tier by name; `info` for people."""
 
@@ -161,6 +175,13 @@ class SecondaryTier(ABC):
     @abstractmethod
     def clear(self, namespace: bytes) -> int:
         """Remove everything of a namespace (all if empty); returns how many chunks."""
+
+    def clear_scope(self, scope: ClearScope) -> int | None:
+        """Remove at least what the scope covers, of that namespace alone; how many chunks. None: this tier can't
+        tell which chunks are meant, nothing was removed. By default it knows whole namespaces only."""
+        if scope.tenant is None and not scope.parent:
+            return self.clear(scope.namespace)
+        return None
 
     @abstractmethod
     def statistics(self) -> TierStats:

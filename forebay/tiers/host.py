@@ -20,6 +20,7 @@ from typing import TypeVar
 from forebay.errors import ProtocolError
 from forebay.tiers.base import (
     ChunkId,
+    ClearScope,
     JobResult,
     LoadJob,
     LookupResult,
@@ -80,8 +81,8 @@ DEFAULT_PATIENCE = Patience()
 class _Clear:
     """A clear that no process has confirmed yet."""
 
-    namespace: bytes
-    done: asyncio.Future[int]
+    scope: ClearScope
+    done: asyncio.Future[int | None]
 
 
 class TierHost:
@@ -186,7 +187,7 @@ class TierHost:
         for reason in set(forgets.values()):
             self.forget([chunk for chunk, why in forgets.items() if why == reason], reason)
         for rid, clear in self._clears.items():
-            channel.send(ClearTier(rid, clear.namespace), force=True)
+            channel.send(ClearTier(rid, clear.scope), force=True)
 
     def _dead(self, why: str) -> None:
         lost = [JobResult(job.id, False, "io") for job in self._jobs.take_all()]
@@ -332,17 +333,22 @@ class TierHost:
                 self._counts["forgets_lost"] += 1
 
     async def clear(self, namespace: bytes, timeout_s: float = 30.0) -> int | None:
-        """Remove everything of a namespace (all if empty); how many chunks left sight.
+        """Remove everything of a namespace (all if empty). See `clear_scope`."""
+        return await self.clear_scope(ClearScope(namespace), timeout_s)
 
-        None if that isn't known in time: the clear is then still carried out, by the next process if need be.
+    async def clear_scope(self, scope: ClearScope, timeout_s: float = 30.0) -> int | None:
+        """Remove what a scope covers; how many chunks left sight.
+
+        None if that isn't known in time (the clear is then still carried out, by the next process if need be), or
+        if the tier can't tell what is meant.
         """
         if len(self._clears) >= self._limits.requests:
             self._counts["requests_refused"] += 1
             return None
         self._rid += 1
-        clear = self._clears[self._rid] = _Clear(namespace, asyncio.get_running_loop().create_future())
+        clear = self._clears[self._rid] = _Clear(scope, asyncio.get_running_loop().create_future())
         if (channel := self._channel) is not None:
-            channel.send(ClearTier(self._rid, namespace), force=True)
+            channel.send(ClearTier(self._rid, scope), force=True)
         await asyncio.wait((clear.done,), timeout=timeout_s)
         return clear.done.result() if clear.done.done() and not clear.done.cancelled() else None
 

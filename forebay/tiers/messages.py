@@ -17,6 +17,7 @@ import msgspec
 from forebay.ipc.framing import Codec
 from forebay.tiers.base import (
     ChunkId,
+    ClearScope,
     JobResult,
     LoadJob,
     LookupResult,
@@ -85,10 +86,10 @@ class Forget(Message, frozen=True):
 
 
 class ClearTier(Message, frozen=True):
-    """Remove everything of a namespace, or all if it is empty. Answered by Cleared."""
+    """Remove what a scope covers. Answered by Cleared."""
 
     rid: int
-    namespace: bytes
+    scope: ClearScope
 
 
 class GetTierStats(Message, frozen=True):
@@ -134,10 +135,10 @@ class Changes(Message, frozen=True):
 
 
 class Cleared(Message, frozen=True):
-    """How many chunks the clear removed from sight."""
+    """How many chunks the clear removed from sight; None if the tier can't tell what is meant."""
 
     rid: int
-    count: int
+    count: int | None
 
 
 class TierStatsReply(Message, frozen=True):
@@ -147,9 +148,7 @@ class TierStatsReply(Message, frozen=True):
     stats: TierStats
 
 
-ToTier: TypeAlias = (
-    Start | Attach | NoteNamespace | Lookup | Store | Load | Forget | ClearTier | GetTierStats | Stop
-)
+ToTier: TypeAlias = Start | Attach | NoteNamespace | Lookup | Store | Load | Forget | ClearTier | GetTierStats | Stop
 FromTier: TypeAlias = Started | StartFailed | LookupDone | Finished | Changes | Cleared | TierStatsReply
 
 

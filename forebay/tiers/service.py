@@ -90,10 +90,10 @@ class TierService:
                 self._attach(extents)
             case Forget(chunks=chunks, reason=reason):
                 self._guard("forget", lambda: self._tier.forget(chunks, reason))
-            case ClearTier(rid=rid, namespace=namespace):
-                count = self._guard("clear", lambda: self._tier.clear(namespace))
-                if count is not None:  # else it isn't done, and the daemon asks the next process again
-                    self._link.send(Cleared(rid, count))
+            case ClearTier(rid=rid, scope=scope):
+                answer = self._guard("clear", lambda: Cleared(rid, self._tier.clear_scope(scope)))
+                if answer is not None:  # else it isn't done, and the daemon asks the next process again
+                    self._link.send(answer)
             case NoteNamespace(namespace=namespace, encoded=encoded):
                 self._guard("note_namespace", lambda: self._tier.note_namespace(namespace, encoded))
             case GetTierStats(rid=rid):

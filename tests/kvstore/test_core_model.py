@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from forebay.kvstore.clearing import Scope
 from forebay.kvstore.core import Client
 from forebay.kvstore.entry import Entry
 from forebay.kvstore.header import SlotState, decode_header, granule_checksums, slot_generation, slot_state
@@ -90,6 +91,8 @@ class CoreMachine(RuleBasedStateMachine):
         self.leases = [lease for lease in self.leases if lease[0] is not client]
         if not writing:
             self.store.core.end_quarantine(client.id)
+        self.store.core.chores.finish()
+        self.clients[who] = Client(client.id)
 
     @rule(pick=st.randoms(use_true_random=False))
     def damage(self, pick: object) -> None:
@@ -99,7 +102,8 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        self.store.core.clear(b"")
+        self.store.core.clear(Scope())
+        self.store.core.chores.finish()
 
     @invariant()
     def pinned_bytes_stay(self) -> None:
@@ -116,10 +120,10 @@ class CoreMachine(RuleBasedStateMachine):
             assert extent.used + len(extent.free) == extent.capacity
             assert len(set(extent.free)) == len(extent.free)
         retired = {e for _, _, seen in self.leases for e, _, _ in seen if e.state is SlotState.RETIRED}
-        quarantined = sum(map(len, core.quarantine.values()))
+        quarantined = len(core.quarantine)
         assert sum(e.used for e in slots.extents.values()) == len(core.table) + len(retired) + quarantined
         reserved = [entry for client in self.clients for entry in client.reservations.values()]
-        assert core.reserved_bytes == sum(entry.slot_bytes for entry in reserved)
+        assert core.reserved_bytes == sum(r.entry.slot_bytes for r in reserved)
 
     @invariant()
     def the_pool_describes_itself(self) -> None:

@@ -17,7 +17,17 @@ from hypothesis import strategies as st
 from forebay.errors import ProtocolError
 from forebay.ipc.framing import FrameBuffer
 from forebay.tiers import messages
-from forebay.tiers.base import ChunkId, JobResult, LoadJob, LookupResult, Query, StoreJob, TierChange, TierStats
+from forebay.tiers.base import (
+    ChunkId,
+    ClearScope,
+    JobResult,
+    LoadJob,
+    LookupResult,
+    Query,
+    StoreJob,
+    TierChange,
+    TierStats,
+)
 from forebay.tiers.messages import Attach, FromTier, Lookup, Start, Started, from_tier_codec, to_tier_codec
 
 CHUNK = ChunkId(1, b"k" * 32)
@@ -29,7 +39,7 @@ TO_TIER = [
     messages.Store([StoreJob(1, CHUNK, b"p", 0, 4096, 5000, b"r", True)]),
     messages.Load([LoadJob(2, CHUNK, 0, 8192, 100, 1.5)]),
     messages.Forget([CHUNK], "corrupt"),
-    messages.ClearTier(3, b""),
+    messages.ClearTier(3, ClearScope(b"n", "t", 2, b"p", 32, b"t")),
     messages.GetTierStats(4),
     messages.Stop(),
 ]

@@ -1,0 +1,178 @@
+"""Leases: what lookups promised, to which connections, and until when. Pure.
+
+    lease 7    hold of the scheduler's connection   [chunk, chunk, chunk]   until 12:00:05
+               hold of rank 0's connection          [chunk,  -   , chunk]   until 12:00:09
+
+Each connection that has taken a lease, or joined it, has a hold of its own, with pins of its own: chunks are pinned
+until every hold has let go of them, so a lease ends when the last of its connections closes, releases or runs out
+of time. Only connections of one group (an engine's processes) can join each other's leases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from forebay.kvstore.chores import Chores
+from forebay.kvstore.deadlines import Deadlines
+from forebay.kvstore.entry import Entry
+
+AT_ONCE = 256
+"""Holds of more chunks than this are let go of in steps."""
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """One connection's share of a lease. A chunk that was let go of early is None in `entries`."""
+
+    lease: int
+    client: Client
+    hit: int
+    entries: list[Entry | None]
+    left: int
+    bucket: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """A slot that a client may write. `retain_s` is how long its chunk is to be retained once it is there."""
+
+    id: int
+    client: Client
+    entry: Entry
+    retain_s: float = 0.0
+    bucket: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """What one connection holds. It ends with the connection. `id` names the process, `group` the engine,
+    `namespaces` are those that it has registered."""
+
+    id: bytes
+    group: bytes = b""
+    leases: dict[int, Hold] = field(default_factory=dict)
+    reservations: dict[int, Reservation] = field(default_factory=dict)
+    namespaces: set[bytes] = field(default_factory=set)
+    gone: bool = False
+
+
+class Leases:
+    """All leases of a store. Pins and unpins through the core; long work goes to its chores."""
+
+    def __init__(
+        self, pin: Callable[[Entry], None], unpin: Callable[[Entry], None], chores: Chores, holds_max: int
+    ) -> None:
+        self._pin, self._unpin, self._chores = pin, unpin, chores
+        self._holds_max = holds_max
+        self._groups: dict[bytes, dict[Client, None]] = {}
+        self.deadlines: Deadlines[Hold] = Deadlines()
+
+    def __len__(self) -> int:
+        """How many holds there are."""
+        return len(self.deadlines)
+
+    def attach(self, client: Client) -> None:
+        """Others of its group may join this connection's leases from now on."""
+        self._groups.setdefault(client.group or client.id, {})[client] = None
+
+    def grant(self, client: Client, lease: int, hit: int, entries: Sequence[Entry], until: float) -> Hold | None:
+        """Pin entries for a client; None if it may hold no more leases."""
+        assert not client.gone, "a connection that has ended is promised nothing"
+        if len(client.leases) >= self._holds_max:
+            return None
+        for entry in entries:
+            self._pin(entry)
+        hold = client.leases[lease] = Hold(lease, client, hit, list(entries), len(entries))
+        hold.bucket = self.deadlines.set(hold, until)
+        return hold
+
+    def join(self, client: Client, lease: int, until: float) -> Hold | None:
+        """A hold of this client on a lease of its group; what all its holders have let go of is not in it.
+
+        A client that has one already keeps it, with the new deadline. None: there is no such lease (any more).
+        """
+        mine = client.leases.get(lease)
+        if mine is not None:
+            self.deadlines.drop(mine, mine.bucket)
+            mine.bucket = self.deadlines.set(mine, until)
+            return mine
+        others = [c.leases[lease] for c in self._groups.get(client.group or client.id, ()) if lease in c.leases]
+        if not others:
+            return None
+        return self.grant(client, lease, others[0].hit, _union(others), until)
+
+    def release(self, client: Client, lease: int) -> None:
+        """End a client's hold of a lease. Unknown ones are ignored: they ended otherwise."""
+        hold = client.leases.get(lease)
+        if hold is not None:
+            self._end(hold)
+
+    def release_chunks(self, client: Client, lease: int, indices: Iterable[int]) -> None:
+        """Let go of some chunks of a lease, by their places in it. What was let go of already is ignored."""
+        hold = client.leases.get(lease)
+        if hold is None:
+            return
+        for index in indices:
+            entry = hold.entries[index] if 0 <= index < len(hold.entries) else None
+            if entry is not None:
+                hold.entries[index] = None
+                hold.left -= 1
+                self._unpin(entry)
+        if hold.left == 0:
+            self._end(hold)
+
+    def expire_one(self, now: float) -> bool:
+        """End a hold whose time is over; False if there is none."""
+        hold = self.deadlines.take(now)
+        if hold is None:
+            return False
+        del hold.client.leases[hold.lease]
+        self._unpin_soon(hold)
+        return True
+
+    def _end(self, hold: Hold) -> None:
+        del hold.client.leases[hold.lease]
+        self.deadlines.drop(hold, hold.bucket)
+        self._unpin_soon(hold)
+
+    def _unpin_soon(self, hold: Hold) -> None:
+        if hold.left <= AT_ONCE:
+            for _ in self._unpin_all(hold):
+                pass
+        else:
+            self._chores.add(self._unpin_all(hold))
+
+    def _unpin_all(self, hold: Hold) -> Iterator[None]:
+        """Deepest chunks first, so that a chain's head is the last to be evicted."""
+        entries = [entry for entry in hold.entries if entry is not None]
+        hold.entries, hold.left = [], 0
+        entries.sort(key=attrgetter("start"), reverse=True)
+        for entry in entries:
+            self._unpin(entry)
+            yield
+
+    def detach(self, client: Client) -> Iterator[None]:
+        """The connection is gone: nobody can join what it held any more. The steps let go of it."""
+        group = client.group or client.id
+        if client in self._groups.get(group, ()):
+            del self._groups[group][client]
+            if not self._groups[group]:
+                del self._groups[group]
+        return self._let_go(client)
+
+    def _let_go(self, client: Client) -> Iterator[None]:
+        while client.leases:
+            _, hold = client.leases.popitem()
+            self.deadlines.drop(hold, hold.bucket)
+            yield from self._unpin_all(hold)
+
+
+def _union(holds: Sequence[Hold]) -> list[Entry]:
+    """What is still pinned of a lease by any of its holders, in the order of the whole."""
+    fullest = max(holds, key=lambda hold: hold.left)
+    if fullest.left == len(fullest.entries) or len(holds) == 1:
+        return [entry for entry in fullest.entries if entry is not None]
+    found = dict.fromkeys(entry for hold in holds for entry in hold.entries if entry is not None)
+    return sorted(found, key=lambda entry: (entry.group, entry.start))
