@@ -202,7 +202,10 @@ class ClientLocks:
         return descriptor
 
     def alive(self, client: bytes) -> bool:
-        """May the client's process still be writing? Unknown clients may not."""
+        """May the client's process still be writing? Unknown clients may not, nor may nobody: a slot whose commit
+        was cut short by a crash names no writer any more."""
+        if not client:
+            return False
         try:
             descriptor = os.open(self._file(client), os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
