@@ -22,10 +22,12 @@ from forebay.ipc.sockets import socket_path
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of value: how help texts call it, and how its text is read (ValueError says what it takes)."""
+    """A kind of value: how help texts call it, and how its text is read (ValueError says what it takes). One with
+    `read_table` stands in TOML as a top-level table of the setting's name, which that reads."""
 
     takes: str
     read: Callable[[str], Any]
+    read_table: Callable[[Mapping[str, Any]], Any] | None = None
 
     def __call__(self, text: str) -> Any:
         """The value of a text."""
@@ -179,7 +181,8 @@ def resolve(
 ) -> dict[str, Any]:
     """Every setting's value, parsed. Raises ConfigError that names the setting and where its value came from."""
     environment = os.environ if environment is None else environment
-    table = _toml_table(command, settings, flags.get("config"))
+    file = _toml_file(flags.get("config"))
+    table = _toml_table(command, settings, file, flags.get("config"))
     values = {}
     for setting in settings:
         variable = setting.variable(command)
@@ -187,6 +190,8 @@ def resolve(
             values[setting.name] = _parsed(setting, str(flags[setting.name]), setting.flag)
         elif variable in environment:
             values[setting.name] = _parsed(setting, environment[variable], variable)
+        elif setting.parse.read_table is not None and setting.name in file:
+            values[setting.name] = _tabular(setting, file[setting.name], flags.get("config"))
         elif setting.name in table:
             where = f"{setting.name} in [{command}] of {flags.get('config')}"
             values[setting.name] = _parsed(setting, _toml_text(table[setting.name], where), where)
@@ -202,6 +207,17 @@ def _parsed(setting: Setting, given: str, where: str) -> Any:
         raise ConfigError(f"{where} {given!r}: {error}") from error
 
 
+def _tabular(setting: Setting, given: object, file: str | None) -> Any:
+    assert setting.parse.read_table is not None
+    where = f"[{setting.name}] of {file}"
+    if not isinstance(given, dict):
+        raise ConfigError(f"{where}: takes tables [{setting.name}.NAME]")
+    try:
+        return setting.parse.read_table(given)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
 def _toml_text(value: object, where: str) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -210,20 +226,27 @@ def _toml_text(value: object, where: str) -> str:
     raise ConfigError(f"{where}: takes a plain value, not a table or list")
 
 
-def _toml_table(command: str, settings: Sequence[Setting], file: str | None) -> dict[str, Any]:
+def _toml_file(file: str | None) -> dict[str, Any]:
     if file is None:
         return {}
     try:
         with open(file, "rb") as data:
-            table = tomllib.load(data).get(command, {})
+            return tomllib.load(data)
     except OSError as error:
         raise ConfigError(f"--config {file}: {error.strerror}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"--config {file}: not TOML: {error}") from error
+
+
+def _toml_table(
+    command: str, settings: Sequence[Setting], content: Mapping[str, Any], file: str | None
+) -> dict[str, Any]:
+    table = content.get(command, {})
     if not isinstance(table, dict):
         raise ConfigError(f"--config {file}: [{command}] must be a table")
-    unknown = sorted(set(table) - {setting.name for setting in settings})
+    plain = [setting for setting in settings if setting.parse.read_table is None]
+    unknown = sorted(set(table) - {setting.name for setting in plain})
     if unknown:
-        known = ", ".join(setting.name for setting in settings)
+        known = ", ".join(setting.name for setting in plain)
         raise ConfigError(f"--config {file}: [{command}] has no setting {unknown[0]!r}; it has {known}")
     return table

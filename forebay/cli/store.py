@@ -10,6 +10,7 @@ import argparse
 from typing import Any
 
 from forebay.cli.places import default_socket, private, runtime_dir
+from forebay.cli.tenants import TENANTS
 from forebay.config import Setting, add_settings, one_of, path, resolve, size, text, unix_socket
 from forebay.kvstore.config import StoreConfig
 
@@ -26,6 +27,7 @@ SETTINGS = (
     Setting("events", text, None, "ZMQ endpoint of KV events, such as tcp://127.0.0.1:5557"),
     Setting("replay", text, None, "ZMQ endpoint of their replay"),
     Setting("metrics", text, None, "HOST:PORT of Prometheus metrics, on loopback"),
+    TENANTS,
 )
 
 

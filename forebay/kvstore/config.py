@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from forebay.errors import ConfigError
+from forebay.kvstore.tenancy import TenantRule
 
 EXTENT_BYTES_MIN = 1 << 20
 EXTENT_BYTES_MAX = 256 << 20
@@ -16,7 +18,8 @@ class StoreConfig:
     """One store daemon. Sizes in bytes; None switches a part off.
 
     `extent` None picks a size from `memory`. `fs_state_dir` None keeps the file tier's manifest beside its
-    files. `events` and `replay` are ZMQ endpoints, `metrics` a `host:port` for Prometheus.
+    files. `events` and `replay` are ZMQ endpoints, `metrics` a `host:port` for Prometheus. `tenants` are the rules of
+    those who have some. Raises ConfigError if these can't all be kept.
     """
 
     socket: Path
@@ -31,6 +34,16 @@ class StoreConfig:
     metrics: str | None = None
     socket_group: str | None = None
     pool_dir: Path = Path("/dev/shm")  # noqa: S108
+    tenants: Mapping[str, TenantRule] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        guaranteed = sum(rule.guarantee for rule in self.tenants.values())
+        if guaranteed and guaranteed > self.extents * self.extent_bytes:
+            most = max(self.tenants, key=lambda name: self.tenants[name].guarantee)
+            raise ConfigError(
+                f"tenants: {guaranteed} bytes are guaranteed in all (most of them to {most!r}), the pool has "
+                f"{self.extents * self.extent_bytes}: lower guarantees, or raise --memory"
+            )
 
     @property
     def extent_bytes(self) -> int:

@@ -86,7 +86,9 @@ class Daemon:
     async def _with_pool(self, listener: socket.socket | None, pool: PoolFiles) -> bool:
         boot = self._random(16)
         announcer = self._announcer(boot)
-        core = StoreCore(pool, tell=announcer.host, first_generation=int(self._clock() * 1e9))
+        core = StoreCore(
+            pool, tell=announcer.host, first_generation=int(self._clock() * 1e9), tenants=self.config.tenants
+        )  # fmt: skip
         announcer.core = core
         locks = ClientLocks(pool.path / "clients")
         service = StoreService(core, pool, locks, boot, announcer)
