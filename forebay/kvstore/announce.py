@@ -82,7 +82,13 @@ class Announcer:
             return
         entry = fact.entry
         if fact.stored:
-            chunk = _units(entry.namespace, entry.group, entry.start, entry.parent, entry.tokens, entry.extra)
+            try:
+                header = entry.header()
+            except CorruptChunk as error:  # somebody wrote over it since: it is found out when it is read
+                self.core.counters.add("events.untold")
+                log.error("a chunk is stored that can't be told of: %s", error)
+                return
+            chunk = _units(entry.namespace, entry.group, entry.start, entry.parent, header.tokens, header.extra)
             self._queue(entry.namespace, projection.chunk_stored(HOST_TIER, chunk))
         else:
             removed = projection.chunk_removed(HOST_TIER, entry.group, entry.key, fact.reason)

@@ -118,7 +118,7 @@ class Cascade:
     def _stored(self, tier: TierTraffic, entry: Entry, result: JobResult) -> None:
         tier.store_bytes -= entry.payload_offset - entry.slot.offset + entry.payload_length
         if result.ok:
-            entry.tiers.add(tier.name)
+            self._core.in_tier(entry, tier.name)
             self._core.counters.add(f"tier.{tier.name}.stored")
         else:
             self._core.counters.add(f"tier.{tier.name}.store_{result.reason or 'failed'}")

@@ -103,9 +103,12 @@ def _below(core: StoreCore, clearing: Clearing, groups: int, parent: bytes, pref
     while parents:
         parent = parents.pop()
         for group in range(groups):
-            for child in list(core.table.children(group, parent)):
-                begins = prefix is None or (child.tokens.startswith(prefix.tokens) and child.extra == prefix.extra)
-                if begins and clearing.wants(child):
+            if prefix is None:
+                children = list(core.table.children(group, parent))
+            else:
+                children = list(core.table.beginning(group, parent, prefix.tokens, prefix.extra))
+            for child in children:
+                if clearing.wants(child):
                     parents.append(child.key)
                     _retire(core, clearing, child)
                     yield

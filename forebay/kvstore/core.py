@@ -18,7 +18,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
+from forebay.errors import CorruptChunk
 from forebay.kvstore.chores import Chores
 from forebay.kvstore.clearing import Clearing, Scope, clear_steps
 from forebay.kvstore.deadlines import Deadlines
@@ -42,8 +44,19 @@ from forebay.kvstore.tenancy import TenantRule
 
 __all__ = ["Client", "StoreCore"]
 
+S = TypeVar("S")
+SHARED_MAX = 1 << 16
+
 SLICE_STEPS = 128
 """About a millisecond's worth of what `tick` does."""
+
+
+def _header_of(entry: Entry, tokens: bytes, extra: bytes, checksums: bytes = b"", owner: bytes = b"") -> ChunkHeader:
+    return ChunkHeader(
+        namespace=entry.namespace, group=entry.group, key=entry.key, parent=entry.parent, start=entry.start,
+        tokens=tokens, tenant=entry.tenant, extra=extra, payload_length=entry.payload_length,
+        checksums=checksums, owner=owner,
+    )  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -96,6 +109,7 @@ class StoreCore:
         self._serial = first_generation
         self._reservations: Deadlines[Reservation] = Deadlines()
         self._dropping: dict[bytes, list[Drop]] = {}
+        self._shared: dict[Any, Any] = {}
 
     # --- namespaces ------------------------------------------------------------------------------------
 
@@ -184,14 +198,7 @@ class StoreCore:
 
     def _covering(self, chunk: NewChunk) -> Entry | None:
         """A committed chunk that begins with all of this one."""
-        return next(
-            (
-                child
-                for child in self.table.children(chunk.group, chunk.parent)
-                if child.tokens.startswith(chunk.tokens) and child.extra == chunk.extra
-            ),
-            None,
-        )
+        return self.table.covering(chunk.group, chunk.parent, chunk.tokens, chunk.extra)
 
     def _within(self, used: int, share: float, namespace: Namespace, chunk: NewChunk) -> bool:
         wanted = self._slot_bytes(namespace, chunk)
@@ -210,33 +217,29 @@ class StoreCore:
         if slot is None:
             return None
         self._generation += 1
-        tokens = len(chunk.tokens) // 4
+        tokens, parent = len(chunk.tokens) // 4, self.table.get(chunk.group, chunk.parent)
         entry = Entry(
-            namespace=namespace_id, group=chunk.group, key=chunk.key, parent=chunk.parent, start=chunk.start,
-            tokens=chunk.tokens, extra=chunk.extra, tenant=tenant, slot=slot, slot_bytes=slot_bytes,
-            payload_offset=slot.offset + header_bytes(tokens, len(chunk.extra)),
-            payload_length=payload_bytes(namespace.groups[chunk.group], tokens),
+            namespace=self._same(namespace_id), group=chunk.group, key=chunk.key,
+            parent=chunk.parent if parent is None else parent.key, start=chunk.start, token_count=tokens,
+            tenant=self._same(tenant), home=self.memory, slot=slot, slot_bytes=self._same(slot_bytes),
+            header_bytes=self._same(header_bytes(tokens, len(chunk.extra))),
+            payload_length=self._same(payload_bytes(namespace.groups[chunk.group], tokens)),
             generation=self._generation, state=state, pins=1,
         )  # fmt: skip
         # The writer's name is in the slot before it may write, so that a restarted daemon knows whom to ask.
-        self.memory.write_header(slot, self._header_block(entry, state, owner))
+        header = _header_of(entry, chunk.tokens, chunk.extra, owner=owner)
+        self.memory.write_header(slot, encode_header(header, state=state, generation=entry.generation))
         self.table.insert(entry)
         self.place.settle(entry)
         self.use.stored(entry)
         return entry
 
-    @staticmethod
-    def _header_block(entry: Entry, state: SlotState, owner: bytes = b"") -> bytes:
-        header = ChunkHeader(
-            namespace=entry.namespace, group=entry.group, key=entry.key, parent=entry.parent, start=entry.start,
-            tokens=entry.tokens, tenant=entry.tenant, extra=entry.extra, payload_length=entry.payload_length,
-            checksums=entry.checksums, owner=owner,
-        )  # fmt: skip
-        return encode_header(header, state=state, generation=entry.generation)
-
-    def header_block(self, entry: Entry) -> bytes:
-        """The chunk's header as it goes to tiers and events."""
-        return self._header_block(entry, entry.state)
+    def _same(self, value: S) -> S:
+        """An equal value that other entries hold too: a million entries share a few hundred of these."""
+        if len(self._shared) > SHARED_MAX:
+            self._shared.clear()
+        shared: S = self._shared.setdefault(value, value)
+        return shared
 
     def commit(self, client: Client, reservation: int, checksums: bytes) -> Entry | None:
         """Make a written chunk visible; None if the reservation is gone or the checksums don't fit.
@@ -247,11 +250,14 @@ class StoreCore:
         if ended is None:
             return None
         entry = ended.entry
-        if len(checksums) != 8 * (entry.token_count // MATCH_UNIT):
+        try:
+            written = entry.header()
+        except CorruptChunk:  # whoever wrote the chunk has written over its header too
+            written = None
+        if written is None or len(checksums) != 8 * (entry.token_count // MATCH_UNIT):
             self._discard(entry)
             return None
-        entry.checksums = checksums
-        self._publish(entry)
+        self._publish(entry, _header_of(entry, written.tokens, written.extra, checksums))
         self.counters.add("store.committed")
         self.counters.add("store.committed_bytes", entry.payload_length)
         self.retain(entry, entry.tenant, ended.retain_s)
@@ -269,16 +275,15 @@ class StoreCore:
             self._end_slot(slot)
         return None
 
-    def _publish(self, entry: Entry) -> None:
+    def _publish(self, entry: Entry, header: ChunkHeader) -> None:
         """RESERVED or PROMOTING becomes COMMITTED: header first, state last, facts after that."""
-        unfinished = entry.state
-        self.memory.write_header(entry.slot, self._header_block(entry, unfinished))
+        self.memory.write_header(entry.slot, encode_header(header, state=entry.state, generation=entry.generation))
         entry.state = SlotState.COMMITTED
         self.memory.mark(entry.slot, SlotState.COMMITTED, entry.generation)
         self.table.commit(entry)
         self.removed.pop(entry.id, None)
         self._announce(entry)
-        self._supersede_shorter(entry)
+        self._supersede_shorter(entry, header)
         self._demote_passed(entry)
 
     def _announce(self, entry: Entry) -> None:
@@ -286,17 +291,10 @@ class StoreCore:
             entry.announced = True
             self._tell(HostFact(True, entry))
 
-    def shorter_siblings(self, entry: Entry) -> list[Entry]:
-        """Committed chunks whose tokens are a proper prefix of this one's."""
-        return [
-            child
-            for child in self.table.children(entry.group, entry.parent)
-            if child is not entry and entry.tokens.startswith(child.tokens) and entry.extra == child.extra
-        ]
-
-    def _supersede_shorter(self, entry: Entry) -> None:
+    def _supersede_shorter(self, entry: Entry, header: ChunkHeader) -> None:
         # A hard pin names one chunk within a budget: it stays, whatever else has come.
-        shorter = [child for child in self.shorter_siblings(entry) if not self.pins.is_hard(child)]
+        siblings = self.table.shorter(entry, header.tokens, header.extra)
+        shorter = [child for child in siblings if not self.pins.is_hard(child)]
         entry.replaces = max(shorter, key=lambda child: child.end).key if shorter else b""
         for child in shorter:
             self.pins.inherit(child, entry)
@@ -342,11 +340,9 @@ class StoreCore:
         """The tier has filled and verified it: visible from now on, pinned once."""
         assert entry.state is SlotState.PROMOTING and header.key == entry.key and header.end == entry.end
         self.promoting_bytes -= entry.slot_bytes
-        entry.checksums = header.checksums
         self.place.belongs_to(entry, header.tenant)
-        entry.tokens, entry.extra = header.tokens, header.extra
-        entry.tiers.add(tier)
-        self._publish(entry)
+        self.in_tier(entry, tier)
+        self._publish(entry, _header_of(entry, header.tokens, header.extra, header.checksums))
         self.counters.add(f"tier.{tier}.promoted")
         self.counters.add(f"tier.{tier}.promoted_bytes", entry.payload_length)
 
@@ -354,6 +350,21 @@ class StoreCore:
         """The tier has stopped writing without success: the slot is free again."""
         self.promoting_bytes -= entry.slot_bytes
         self._discard(entry)
+
+    def in_tier(self, entry: Entry, tier: str) -> None:
+        """`tier` has this chunk, too."""
+        entry.tiers = self._same(entry.tiers | {tier})
+
+    def not_in_tier(self, entry: Entry, tier: str) -> None:
+        """`tier` has lost this chunk."""
+        entry.tiers = self._same(entry.tiers - {tier})
+
+    def take_out_suspects(self) -> None:
+        """Entries whose header turned out unreadable are damaged: never served again."""
+        while self.table.suspects:
+            entry = self.table.suspects.pop()
+            if entry.state is SlotState.COMMITTED:
+                self.damaged(entry)
 
     # --- re-adoption -----------------------------------------------------------------------------------
 

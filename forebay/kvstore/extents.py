@@ -23,7 +23,7 @@ import xxhash
 
 from forebay.errors import AlreadyRunning, NoSpace, NotWritable
 from forebay.kvstore.entry import SlotRef
-from forebay.kvstore.header import SlotState, mark_slot
+from forebay.kvstore.header import ChunkHeader, SlotState, decode_header, mark_slot
 from forebay.kvstore.slots import EXTENT_HEADER_BYTES
 
 _EXTENT = struct.Struct("<8sQQI")
@@ -134,6 +134,10 @@ class PoolFiles:
     def write_header(self, slot: SlotRef, block: bytes) -> None:
         """Write a whole header block at the slot's front."""
         self.views[slot.extent][slot.offset : slot.offset + len(block)] = block
+
+    def read_header(self, slot: SlotRef) -> ChunkHeader:
+        """The header in this slot, verified. Raises CorruptChunk."""
+        return decode_header(self.views[slot.extent][slot.offset :])
 
     def mark(self, slot: SlotRef, state: SlotState, generation: int) -> None:
         """Change state and generation of the slot."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from forebay.kvstore.entry import Entry, SlotRef
-from forebay.kvstore.header import SlotState
+from forebay.kvstore.header import ChunkHeader, SlotState
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,9 @@ class PoolMemory(Protocol):
 
     def write_header(self, slot: SlotRef, block: bytes) -> None:
         """Write a whole header block at the slot's front."""
+
+    def read_header(self, slot: SlotRef) -> ChunkHeader:
+        """The header in this slot, verified. Raises CorruptChunk."""
 
     def mark(self, slot: SlotRef, state: SlotState, generation: int) -> None:
         """Change state and generation of the slot."""

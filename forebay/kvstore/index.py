@@ -1,13 +1,27 @@
-"""The chunk table: by key, by parent, by first tokens. Pure, bounded by the pool's slots."""
+"""The chunk table: by key, by parent, by first tokens. Pure, bounded by the pool's slots.
+
+Children of one parent are kept in the order of their tokens. The child that shares the longest prefix with a
+prompt is then beside the place where the prompt itself would stand:
+
+    children of a parent     [a b c] [a b d] [a x] [m]
+    prompt a b d e                          ^ here: its best child is the neighbour to the left or to the right
+
+so a parent with a hundred thousand children (the root of everyone's first chunks) costs no more than
+a few comparisons.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import chain as joined
 from itertools import islice
 
-from forebay.kvstore.entry import Entry, EntryId
+from forebay.errors import CorruptChunk
+from forebay.kvstore.entry import Entry
 from forebay.kvstore.header import SlotState
-from forebay.kvstore.identity import MATCH_UNIT
+from forebay.kvstore.identity import MATCH_UNIT, chain
 
 UNIT_TOKEN_BYTES = 4 * MATCH_UNIT
 
@@ -28,79 +42,156 @@ def common_units(left: bytes, right: bytes) -> int:
 
 
 class ChunkTable:
-    """All entries, unfinished ones too. Only committed ones are children of their parents."""
+    """All entries, unfinished ones too. Only committed ones are children of their parents.
+
+    `suspects` are entries whose header in the pool could not be read when it was needed; whoever owns the table
+    takes them out.
+    """
 
     def __init__(self) -> None:
-        self._entries: dict[EntryId, Entry] = {}
-        self._children: dict[EntryId, list[Entry]] = {}
+        self._entries: defaultdict[int, dict[bytes, Entry]] = defaultdict(dict)
+        # Most parents have one child, which then stands there itself, without a list around it.
+        self._children: defaultdict[int, dict[bytes, Entry | list[Entry]]] = defaultdict(dict)
         self._first: dict[bytes, dict[tuple[bytes, bytes], int]] = {}
+        self._first_of: dict[Entry, bytes] = {}
+        self.suspects: list[Entry] = []
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return sum(map(len, self._entries.values()))
 
     def __iter__(self) -> Iterator[Entry]:
-        return iter(list(self._entries.values()))
+        return iter([entry for group in self._entries.values() for entry in group.values()])
 
     def page(self, cursor: int, limit: int) -> list[Entry]:
-        """Entries [cursor, cursor + limit) in insertion order; skips some if the table changes between pages."""
-        return list(islice(self._entries.values(), cursor, cursor + limit))
+        """Entries [cursor, cursor + limit) in no particular order; skips some if the table changes between pages."""
+        return list(islice(joined.from_iterable(g.values() for g in self._entries.values()), cursor, cursor + limit))
 
     def get(self, group: int, key: bytes) -> Entry | None:
         """The entry of exactly this chunk, in whatever state."""
-        return self._entries.get(EntryId(group, key))
+        return self._entries[group].get(key)
+
+    def of_group(self, group: int) -> dict[bytes, Entry]:
+        """All entries of a group by their keys. Don't mutate."""
+        return self._entries[group]
 
     def insert(self, entry: Entry) -> None:
         """Take a new entry in."""
-        assert entry.id not in self._entries, entry.id
-        self._entries[entry.id] = entry
+        entries = self._entries[entry.group]
+        assert entry.key not in entries, entry.id
+        entries[entry.key] = entry
         if entry.state is SlotState.COMMITTED:
             self.commit(entry)
 
     def commit(self, entry: Entry) -> None:
         """`entry` has become readable: its parent's other users may find it by its tokens."""
         assert entry.state is SlotState.COMMITTED
-        self._children.setdefault(EntryId(entry.group, entry.parent), []).append(entry)
+        children = self._children[entry.group]
+        there = children.get(entry.parent)
+        if there is None:
+            children[entry.parent] = entry
+        else:
+            siblings = there if isinstance(there, list) else [there]
+            siblings.insert(self._place(siblings, self._order(entry)), entry)
+            children[entry.parent] = siblings
         if entry.start == 0:
-            roots = self._first.setdefault(entry.tokens[:UNIT_TOKEN_BYTES], {})
-            where = (entry.namespace, entry.parent)
-            roots[where] = roots.get(where, 0) + 1
+            self._note_first(entry)
 
     def remove(self, entry: Entry) -> None:
         """Forget an entry."""
-        assert self._entries.pop(entry.id) is entry
-        siblings = self._children.get(EntryId(entry.group, entry.parent))
-        if siblings is None or entry not in siblings:
-            return
-        siblings.remove(entry)
-        if not siblings:
-            del self._children[EntryId(entry.group, entry.parent)]
-        if entry.start == 0:
-            self._forget_first(entry)
+        assert self._entries[entry.group].pop(entry.key) is entry
+        children = self._children[entry.group]
+        there = children.get(entry.parent)
+        if there is entry:
+            del children[entry.parent]
+        elif isinstance(there, list):
+            self._take_out(there, entry)
+            if len(there) == 1:
+                children[entry.parent] = there[0]
+        self._forget_first(entry)
+
+    def _take_out(self, siblings: list[Entry], entry: Entry) -> None:
+        at = self._place(siblings, self._order(entry))
+        if at < len(siblings) and siblings[at] is entry:
+            del siblings[at]
+        elif entry in siblings:  # a header that can't be read any more tells no place
+            siblings.remove(entry)
+
+    def _note_first(self, entry: Entry) -> None:
+        first = self._order(entry)[1][:UNIT_TOKEN_BYTES]
+        roots = self._first.setdefault(first, {})
+        where = (entry.namespace, entry.parent)
+        roots[where] = roots.get(where, 0) + 1
+        self._first_of[entry] = first
 
     def _forget_first(self, entry: Entry) -> None:
-        first, where = entry.tokens[:UNIT_TOKEN_BYTES], (entry.namespace, entry.parent)
-        roots = self._first[first]
+        first = self._first_of.pop(entry, None)
+        if first is None:
+            return
+        roots, where = self._first[first], (entry.namespace, entry.parent)
         roots[where] -= 1
         if not roots[where]:
             del roots[where]
         if not roots:
             del self._first[first]
 
+    # --- children --------------------------------------------------------------------------------------
+
+    def _order(self, entry: Entry) -> tuple[bytes, bytes]:
+        """What siblings are sorted by: their `extra`, then their tokens."""
+        try:
+            header = entry.header()
+        except CorruptChunk:
+            self.suspects.append(entry)
+            return (b"", b"")
+        return (header.extra, header.tokens)
+
+    def _place(self, siblings: list[Entry], order: tuple[bytes, bytes]) -> int:
+        return bisect_left(siblings, order, key=self._order)
+
+    def has_children(self, group: int, parent: bytes) -> bool:
+        """Does a committed chunk begin where `parent` ends?"""
+        return parent in self._children[group]
+
     def children(self, group: int, parent: bytes) -> list[Entry]:
         """Committed chunks that begin where `parent` ends. Don't mutate."""
-        return self._children.get(EntryId(group, parent), [])
+        there = self._children[group].get(parent)
+        return [] if there is None else there if isinstance(there, list) else [there]
 
     def best_child(self, group: int, parent: bytes, tokens: bytes, extra: bytes) -> tuple[Entry | None, int]:
         """The committed child of `parent` that shares the most units with `tokens`, and how many tokens.
 
         A child with the same tokens and another `extra` is another chunk.
         """
+        siblings = self.children(group, parent)
+        at = self._place(siblings, (extra, tokens)) if len(siblings) > 1 else 0
         best, best_length = None, 0
-        for child in self.children(group, parent):
-            length = common_units(child.tokens, tokens)
-            if length > best_length and child.extra == extra:
+        for child in siblings[max(at - 1, 0) : at + 1]:
+            its_extra, its_tokens = self._order(child)
+            length = common_units(its_tokens, tokens) if its_extra == extra else 0
+            if length > best_length:
                 best, best_length = child, length
         return best, best_length
+
+    def beginning(self, group: int, parent: bytes, tokens: bytes, extra: bytes) -> Iterator[Entry]:
+        """Committed children of `parent` that begin with all of `tokens`. The table must not change meanwhile."""
+        siblings = self.children(group, parent)
+        for child in islice(siblings, self._place(siblings, (extra, tokens)), None):
+            its_extra, its_tokens = self._order(child)
+            if its_extra != extra or not its_tokens.startswith(tokens):
+                return
+            yield child
+
+    def covering(self, group: int, parent: bytes, tokens: bytes, extra: bytes) -> Entry | None:
+        """Some committed child of `parent` that begins with all of `tokens`, if there is one."""
+        return next(self.beginning(group, parent, tokens, extra), None)
+
+    def shorter(self, entry: Entry, tokens: bytes, extra: bytes) -> list[Entry]:
+        """Committed chunks with the same `extra` whose tokens are a proper prefix of this entry's, shortest first."""
+        if not isinstance(self._children[entry.group].get(entry.parent), list):
+            return []  # it is an only child
+        entries = self._entries[entry.group]
+        found = (entries.get(key) for key in chain(entry.parent, tokens, extra)[:-1])
+        return [other for other in found if other is not None and other.state is SlotState.COMMITTED]
 
     def roots_of(self, first_tokens: bytes) -> list[tuple[bytes, bytes]]:
         """(namespace, root) of all chains in the pool that begin with this unit of tokens."""

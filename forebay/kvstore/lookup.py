@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 from forebay.kvstore.core import Client, StoreCore
 from forebay.kvstore.entry import Entry
 from forebay.kvstore.header import SlotState, header_bytes
 from forebay.kvstore.identity import KEY_BYTES, MATCH_UNIT, Namespace, chain
-from forebay.kvstore.layout import payload_bytes, round_down
+from forebay.kvstore.index import ChunkTable
+from forebay.kvstore.layout import needs_all, payload_bytes, round_down
 from forebay.kvstore.match import longest_hit, needed_positions
 from forebay.kvstore.protocol import NewChunk
 from forebay.tiers.base import LookupResult, Query
@@ -85,27 +87,80 @@ class Offer:
     length: int
 
 
+class HostRow(Sequence[int]):
+    """What host memory has of one prompt in one group: tokens by chunk position, found out when they are asked for.
+
+    Valid as long as the table doesn't change.
+    """
+
+    def __init__(self, table: ChunkTable, prompt: Prompt, group: int) -> None:
+        self._table, self._prompt, self._group = table, prompt, group
+        self._have: list[int | None] = [None] * prompt.positions
+        self.entries: list[Entry | None] = [None] * prompt.positions
+
+    def fill_front(self) -> None:
+        """Find whole chunks from the front, as far as they go: what a lookup that hits spends its time on."""
+        by_key, keys, size = self._table.of_group(self._group), self._prompt.keys, self._prompt.namespace.chunk_tokens
+        committed, entries, have = SlotState.COMMITTED, self.entries, self._have
+        for position in range(len(entries)):
+            entry = by_key.get(keys[KEY_BYTES * position : KEY_BYTES * position + KEY_BYTES])
+            if entry is None or entry.state is not committed or entry.token_count != size:
+                return
+            entries[position], have[position] = entry, size
+
+    def __len__(self) -> int:
+        return len(self._have)
+
+    @overload
+    def __getitem__(self, position: int) -> int: ...
+    @overload
+    def __getitem__(self, position: slice) -> list[int]: ...
+    def __getitem__(self, position: int | slice) -> int | list[int]:
+        if isinstance(position, slice):
+            return [self[at] for at in range(*position.indices(len(self)))]
+        tokens = self._have[position]
+        if tokens is None:
+            self.entries[position], tokens = self._find(position)
+            self._have[position] = tokens
+        return tokens
+
+    def _find(self, position: int) -> tuple[Entry | None, int]:
+        table, prompt, group = self._table, self._prompt, self._group
+        start, end = prompt.bounds(position)
+        exact = table.get(group, prompt.key_at(end))
+        if exact is not None and exact.state is SlotState.COMMITTED:
+            return exact, exact.token_count
+        parent = prompt.key_at(start)
+        if not table.has_children(group, parent):
+            return None, 0
+        return table.best_child(group, parent, prompt.tokens[4 * start : 4 * end], prompt.extra)
+
+
 @dataclass(slots=True)
 class Match:
-    """What host memory and tiers have of one prompt, by (group, chunk position)."""
+    """What host memory and tiers have of one prompt, by group and chunk position."""
 
     prompt: Prompt
-    entries: list[list[Entry | None]]
-    reach: list[list[int]]
+    rows: list[HostRow]
     offers: dict[tuple[int, int], Offer] = field(default_factory=dict)
 
     def hit(self) -> int:
         """The longest prefix from host memory alone."""
-        return self._longest(self.reach)
+        return self._longest(self.rows)
+
+    def entry(self, group: int, position: int) -> Entry | None:
+        """The host's chunk at a place, if it has any tokens of the prompt."""
+        row = self.rows[group]
+        return row.entries[position] if row[position] else None
 
     def hit_with_offers(self, limit: int | None = None) -> int:
         """The longest prefix if every offer were taken."""
-        reach = [list(row) for row in self.reach]
+        reach = [list(row) for row in self.rows]
         for (group, position), offer in self.offers.items():
             reach[group][position] = max(reach[group][position], offer.matched)
         return self._longest(reach, limit)
 
-    def _longest(self, reach: list[list[int]], limit: int | None = None) -> int:
+    def _longest(self, reach: Sequence[Sequence[int]], limit: int | None = None) -> int:
         namespace = self.prompt.namespace
         longest = self.prompt.longest if limit is None else min(limit, self.prompt.longest)
         return longest_hit(namespace.groups, reach, namespace.chunk_tokens, longest)
@@ -127,30 +182,11 @@ class Match:
 
 def match(core: StoreCore, prompt: Prompt) -> Match:
     """What committed chunks serve. Mutates nothing."""
-    namespace = prompt.namespace
-    entries: list[list[Entry | None]] = []
-    reach: list[list[int]] = []
-    for group in range(len(namespace.groups)):
-        found: list[Entry | None] = []
-        have: list[int] = []
-        for position in range(prompt.positions):
-            entry, tokens = _find(core, prompt, group, position)
-            found.append(entry)
-            have.append(tokens)
-        entries.append(found)
-        reach.append(have)
-    return Match(prompt, entries, reach)
-
-
-def _find(core: StoreCore, prompt: Prompt, group: int, position: int) -> tuple[Entry | None, int]:
-    start, end = prompt.bounds(position)
-    exact = core.table.get(group, prompt.key_at(end))
-    if exact is not None and exact.state is SlotState.COMMITTED:
-        return exact, exact.token_count
-    parent = prompt.key_at(start)
-    if not core.table.children(group, parent):
-        return None, 0
-    return core.table.best_child(group, parent, prompt.tokens[4 * start : 4 * end], prompt.extra)
+    rows = [HostRow(core.table, prompt, group) for group in range(len(prompt.namespace.groups))]
+    for group, row in zip(prompt.namespace.groups, rows, strict=True):
+        if needs_all(group):
+            row.fill_front()
+    return Match(prompt, rows)
 
 
 def queries(found: Match) -> list[tuple[tuple[int, int], Query]]:
@@ -158,7 +194,7 @@ def queries(found: Match) -> list[tuple[tuple[int, int], Query]]:
     prompt, wanted = found.prompt, []
     for group in range(len(prompt.namespace.groups)):
         for position in range(prompt.positions):
-            if found.reach[group][position] < found.wanted_tokens(position, prompt.longest):
+            if found.rows[group][position] < found.wanted_tokens(position, prompt.longest):
                 wanted.append(((group, position), prompt.query(group, position)))
     return wanted
 
@@ -169,7 +205,7 @@ def offer(found: Match, tier: str, places: Sequence[tuple[int, int]], results: S
         if result.outcome != "hit":
             continue
         best = found.offers.get(place)
-        reached = max(found.reach[place[0]][place[1]], best.matched if best else 0)
+        reached = max(found.rows[place[0]][place[1]], best.matched if best else 0)
         if result.matched > reached:
             found.offers[place] = Offer(tier, result.key, result.matched, result.tokens, result.length)
 
@@ -200,7 +236,7 @@ def promotions(core: StoreCore, found: Match, owners: dict[str, bytes]) -> Promo
     planned: set[tuple[int, int]] = set()
     while failed := _promote_all(core, found, plan, planned, owners):
         group, position = failed
-        cut = position * found.prompt.namespace.chunk_tokens + found.reach[group][position]
+        cut = position * found.prompt.namespace.chunk_tokens + found.rows[group][position]
         plan.hit = found.hit_with_offers(min(cut, plan.hit))
     return plan
 
@@ -211,7 +247,7 @@ def _promote_all(
     """Start what `plan.hit` still lacks, front to back; the first place for which that failed, or None."""
     for place in sorted(found.needed(plan.hit), key=lambda place: place[1]):
         group, position = place
-        if place in planned or found.reach[group][position] >= found.wanted_tokens(position, plan.hit):
+        if place in planned or found.rows[group][position] >= found.wanted_tokens(position, plan.hit):
             continue
         if not _promote(core, found, plan, place, owners):
             return place
@@ -222,7 +258,7 @@ def _promote_all(
 def _hold(core: StoreCore, found: Match, plan: Promotions, hit: int) -> None:
     """Host entries that the length needs must not be evicted to make room for its own promotions."""
     for group, position in found.needed(hit):
-        entry = found.entries[group][position]
+        entry = found.entry(group, position)
         if entry is not None:
             core.pin(entry)
             plan.held.append(entry)
@@ -265,7 +301,7 @@ class Pinned:
 def pin(core: StoreCore, client: Client, found: Match) -> Pinned:
     """Pin what serves the longest hit. Nothing can be evicted between the match and this."""
     hit = found.hit()
-    entries = [entry for g, p in found.needed(hit) if (entry := found.entries[g][p]) is not None]
+    entries = [entry for g, p in found.needed(hit) if (entry := found.entry(g, p)) is not None]
     assert all(entry.state is SlotState.COMMITTED for entry in entries)
     if len(entries) > core.limits.pins_per_lease:
         core.counters.add("store.refused_pins")

@@ -200,7 +200,7 @@ def chunk_read(entry: Entry, promoted: str = "") -> ChunkRead:
     """Where a pinned chunk is, as clients are told it."""
     return ChunkRead(
         entry.group, entry.start, entry.token_count, entry.slot.extent, entry.slot.offset, entry.payload_offset,
-        entry.payload_length, entry.generation, entry.checksums, entry.key, promoted,
+        entry.payload_length, entry.generation, entry.key, promoted,
     )  # fmt: skip
 
 

@@ -111,8 +111,8 @@ class Lookup(Message, frozen=True):
 
 class ChunkRead(msgspec.Struct, frozen=True, array_like=True):
     """One pinned chunk. Its `length` bytes are at `payload_offset` of the extent; `generation` is compared
-    after the copy; `checksums` are one xxh3_64 (u64 LE) a granule. Valid until the lease is released.
-    `promoted` names the tier that had to bring it for this lookup."""
+    after the copy. What else there is to know, checksums above all, is in the slot's header, which begins at
+    `slot_offset`. Valid until the lease is released. `promoted` names the tier that had to bring it for this lookup."""
 
     group: int
     start: int
@@ -122,7 +122,6 @@ class ChunkRead(msgspec.Struct, frozen=True, array_like=True):
     payload_offset: int
     length: int
     generation: int
-    checksums: bytes
     key: bytes
     promoted: str = ""
 

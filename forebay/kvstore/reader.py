@@ -131,7 +131,7 @@ class Reader:
     # --- adopted chunks --------------------------------------------------------------------------------
 
     def _unverified(self, found: Match) -> list[Entry]:
-        entries = (found.entries[g][p] for g, p in found.needed(found.hit()))
+        entries = (found.entry(g, p) for g, p in found.needed(found.hit()))
         return [entry for entry in entries if entry is not None and not entry.verified]
 
     async def _verify(self, prompt: Prompt) -> None:

@@ -109,16 +109,20 @@ def _belongs(core: StoreCore, header: ChunkHeader, room: int) -> bool:
 def _entry(core: StoreCore, header: ChunkHeader, slot: SlotRef, memory: memoryview) -> Entry:
     return Entry(
         namespace=header.namespace, group=header.group, key=header.key, parent=header.parent, start=header.start,
-        tokens=header.tokens, extra=header.extra, tenant=header.tenant, slot=slot, slot_bytes=len(memory),
-        payload_offset=slot.offset + header_bytes(header.token_count, len(header.extra)),
+        token_count=header.token_count, tenant=header.tenant, home=core.memory, slot=slot, slot_bytes=len(memory),
+        header_bytes=header_bytes(header.token_count, len(header.extra)),
         payload_length=header.payload_length, generation=slot_generation(memory), state=SlotState.COMMITTED,
-        checksums=header.checksums, verified=False,
+        verified=False,
     )  # fmt: skip
 
 
 def is_intact(pool: PoolFiles, entry: Entry) -> bool:
     """Read the whole chunk and compare its checksums. The caller has it pinned; may run on any thread."""
+    try:
+        checksums = entry.header().checksums
+    except CorruptChunk:
+        return False
     view = pool.views[entry.slot.extent]
     payload = view[entry.payload_offset : entry.payload_offset + entry.payload_length]
     granule = entry.payload_length // (entry.token_count // MATCH_UNIT)
-    return first_bad_granule(payload, granule, entry.checksums) is None
+    return first_bad_granule(payload, granule, checksums) is None

@@ -97,7 +97,7 @@ def explain(core: StoreCore, found: Match, tiers: Mapping[str, Sequence[Sequence
     prompt = found.prompt
     reaches = []
     for group, geometry in enumerate(prompt.namespace.groups):
-        tokens, end = _end(prompt, found.reach[group])
+        tokens, end = _end(prompt, found.rows[group])
         reaches.append(TierReach("host", geometry.name, tokens, *_why_host(core, prompt, group, end)))
         for name, rows in tiers.items():
             reach = [result.matched if result.outcome == "hit" else 0 for result in rows[group]]
@@ -138,7 +138,7 @@ def _why_host(core: StoreCore, prompt: Prompt, group: int, end: int | None) -> t
     if end == 0:
         # Every prompt of a tenant begins at one root: that others begin otherwise explains nothing.
         return _why_nothing(core, prompt)
-    if core.table.children(group, chunk.parent):
+    if core.table.has_children(group, chunk.parent):
         return "diverges", f"a stored chunk goes on from token {chunk.start} with other tokens"
     return "never seen", f"nothing was stored that goes on from token {chunk.start} (or it was forgotten)"
 

@@ -225,6 +225,7 @@ class StoreService:
         prompt = self._prompt(request, request.limit)
         self.core.counters.add("store.lookups")
         pinned = self.reader.at_once(client, prompt, request.deadline_ms)
+        self.core.take_out_suspects()
         if pinned is not None:
             return self._found(request, prompt, pinned, {}, False)
         return self._lookup_slowly(connection, client, request, prompt)
@@ -249,8 +250,7 @@ class StoreService:
         chunks = [
             ChunkRead(
                 entry.group, entry.start, entry.token_count, entry.slot.extent, entry.slot.offset,
-                entry.payload_offset, entry.payload_length, entry.generation, entry.checksums, entry.key,
-                origins.get(entry, ""),
+                entry.payload_offset, entry.payload_length, entry.generation, entry.key, origins.get(entry, ""),
             )
             for entry in pinned.entries
         ]  # fmt: skip
@@ -392,9 +392,9 @@ class StoreService:
         for change in changes:
             entry = self.core.table.get(change.chunk.group, change.chunk.key)
             if entry is not None and change.stored:
-                entry.tiers.add(tier)
+                self.core.in_tier(entry, tier)
             elif entry is not None:
-                entry.tiers.discard(tier)
+                self.core.not_in_tier(entry, tier)
             self.announcer.tier(tier, change)
 
     async def read_adopted(self) -> None:

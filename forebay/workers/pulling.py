@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forebay.errors import StoreError, StoreUnavailable
+from forebay.errors import CorruptChunk, StoreError, StoreUnavailable
 from forebay.kvstore.client import AsyncStoreClient
 from forebay.kvstore.identity import MATCH_UNIT
 from forebay.kvstore.layout import needed_from
@@ -129,9 +129,8 @@ class Puller:
         for copy in copies:
             chunk, copier = copy.chunk, self._copiers[copy.chunk.group]
             size = copier.granule_bytes
-            last = copy.first + len(copy.blocks)
-            source = self._client.payload(chunk)[copy.first * size : last * size]
-            good = copier.load(source, chunk.checksums[8 * copy.first : 8 * last], copy.blocks)
+            source = self._client.payload(chunk)[copy.first * size : (copy.first + len(copy.blocks)) * size]
+            good = self._load(copier, copy, source)
             # The generation is asked after the bytes were read: a slot that was given away meanwhile
             # has another one, whatever its checksums say.
             if not self._client.intact(chunk):
@@ -147,6 +146,14 @@ class Puller:
                 if not self._client.connected:
                     raise StoreUnavailable("the store went away during a copy")
         return []
+
+    def _load(self, copier: Copier, copy: Copy, source: memoryview) -> int:
+        """Copy and verify; how many granules are good."""
+        try:
+            checksums = self._client.checksums(copy.chunk)
+        except CorruptChunk:
+            return 0
+        return copier.load(source, checksums[8 * copy.first : 8 * (copy.first + len(copy.blocks))], copy.blocks)
 
 
 def plan_copies(shapes: Sequence[GroupShape], pull: Pull, found: Found) -> list[Copy] | None:

@@ -98,7 +98,8 @@ def get(client: StoreClient, spec: Namespace, tokens: list[int]) -> Found:
     for chunk in found.chunks:
         # A hit may end inside a chunk of another prompt: its bytes are those of the chunk that is served.
         assert bytes(client.payload(chunk)) == payload_of(spec, chunk.group, chunk.key, chunk.tokens)
-        assert first_bad_granule(client.payload(chunk), spec.groups[chunk.group].granule_bytes, chunk.checksums) is None
+        granule = spec.groups[chunk.group].granule_bytes
+        assert first_bad_granule(client.payload(chunk), granule, client.checksums(chunk)) is None
         assert client.intact(chunk)
     return found
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 from forebay.kvstore.core import Client, StoreCore
 from forebay.kvstore.entry import Entry, SlotRef
 from forebay.kvstore.facts import HostFact
-from forebay.kvstore.header import SlotState, granule_checksums, mark_slot
+from forebay.kvstore.header import ChunkHeader, SlotState, decode_header, granule_checksums, mark_slot
 from forebay.kvstore.identity import GroupGeometry, Namespace, chunk_keys, pack_tokens, root_key
 from forebay.kvstore.limits import Limits
 from forebay.kvstore.lookup import Prompt
@@ -36,11 +37,24 @@ class FakeMemory:
     def write_header(self, slot: SlotRef, block: bytes) -> None:
         self.extents[slot.extent][slot.offset : slot.offset + len(block)] = block
 
+    def read_header(self, slot: SlotRef) -> ChunkHeader:
+        return decode_header(memoryview(self.extents[slot.extent])[slot.offset :])
+
     def mark(self, slot: SlotRef, state: SlotState, generation: int) -> None:
         mark_slot(memoryview(self.extents[slot.extent])[slot.offset : slot.offset + 64], state, generation)
 
     def cut(self, extent: int, slot_bytes: int) -> None:
         pass
+
+
+def bare_entry(**fields: Any) -> Entry:
+    """A committed entry without a pool, for what looks at its facts alone."""
+    plain: dict[str, Any] = dict(
+        namespace=b"", group=0, key=b"", parent=b"", start=0, token_count=0, tenant="", home=FakeMemory(),
+        slot=SlotRef(0, 0), slot_bytes=4096, header_bytes=0, payload_length=0, generation=1,
+        state=SlotState.COMMITTED,
+    )  # fmt: skip
+    return Entry(**plain | fields)
 
 
 @dataclass

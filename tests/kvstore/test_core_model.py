@@ -69,10 +69,11 @@ class CoreMachine(RuleBasedStateMachine):
         assert pinned.hit <= limit and pinned.hit % MATCH_UNIT == 0
         seen = []
         for entry in pinned.entries:
-            whole = NewChunk(entry.group, entry.key, entry.parent, entry.start, entry.tokens)
+            tokens = entry.header().tokens
+            whole = NewChunk(entry.group, entry.key, entry.parent, entry.start, tokens)
             assert store.bytes_of(entry) == store.payload(whole)
             shared = min(pinned.hit, entry.end) - entry.start
-            assert entry.tokens[: 4 * shared] == prompt.tokens[4 * entry.start : 4 * (entry.start + shared)]
+            assert tokens[: 4 * shared] == prompt.tokens[4 * entry.start : 4 * (entry.start + shared)]
             seen.append((entry, store.bytes_of(entry), entry.generation))
         if pinned.lease:
             self.leases.append((self.clients[who], pinned.lease, seen))

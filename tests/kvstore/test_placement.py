@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from forebay.kvstore.entry import Entry, SlotRef
-from forebay.kvstore.header import SlotState
 from forebay.kvstore.placement import Placement
 from forebay.kvstore.policies.lru import Lru
 from forebay.kvstore.slots import EXTENT_HEADER_BYTES
 from forebay.kvstore.tenancy import OTHERS, Accounts, Claim, TenantRule, divide, shares
+from tests.kvstore.support import bare_entry
 
 SIZES = (1 << 12, 1 << 13, 3 << 12)
 EXTENT = EXTENT_HEADER_BYTES + 12 * (1 << 12)  # 12, 6 or 4 slots, none wasted
@@ -56,10 +56,7 @@ class Pool:
         if slot is None:
             return None
         self.serial += 1
-        entry = Entry(
-            b"", 0, self.serial.to_bytes(8, "big"), b"", 0, b"", b"", tenant, slot, size, 0, 0, 1,
-            SlotState.COMMITTED, pins=1,
-        )  # fmt: skip
+        entry = bare_entry(key=self.serial.to_bytes(8, "big"), tenant=tenant, slot=slot, slot_bytes=size, pins=1)
         self.entries.append(entry)
         self.place.settle(entry)
         if not pin:

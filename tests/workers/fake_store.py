@@ -130,7 +130,7 @@ class FakeStoreClient:
                 s = units[unit]
                 chunks[id(s)] = ChunkRead(
                     group, s.chunk.start, len(s.chunk.tokens) // 4, 0, 0, 0, len(s.payload), s.generation,
-                    s.checksums, s.chunk.key, s.promoted,
+                    s.chunk.key, s.promoted,
                 )  # fmt: skip
         self.store.leases += 1
         return Found(
@@ -183,6 +183,9 @@ class FakeStoreClient:
 
     def payload(self, chunk: ChunkRead) -> memoryview:
         return memoryview(self.store.chunks[chunk.group, chunk.key].payload)
+
+    def checksums(self, chunk: ChunkRead) -> bytes:
+        return self.store.chunks[chunk.group, chunk.key].checksums
 
     def room(self, slot: Slot, length: int) -> memoryview:
         stored = self.store.open[slot.reservation]

@@ -102,7 +102,7 @@ def test_a_lost_store_loses_what_was_queued_and_says_so() -> None:
         store.hung = False
         wait_until("answered", lambda: len(ear.pushed) == 3)
         assert all(done.lost for done in ear.pushed)
-        assert ear.connected == [True, False]
+        wait_until("told", lambda: ear.connected == [True, False])
         store.up = True
         wait_until("back", lambda: t.connected)
 

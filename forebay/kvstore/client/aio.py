@@ -182,6 +182,10 @@ class AsyncStoreClient:
         """Whole payload of a pinned chunk, in the mapped pool. Valid until its lease is released."""
         return self._session.payload(chunk)
 
+    def checksums(self, chunk: ChunkRead) -> bytes:
+        """One xxh3_64 (u64 LE) a granule of a pinned chunk. Raises CorruptChunk if its header isn't right."""
+        return self._session.pool.checksums(chunk)
+
     def room(self, slot: Slot, length: int) -> memoryview:
         """Writable payload of a reserved slot. Valid until commit or abort."""
         return self._session.pool.room(slot, length)

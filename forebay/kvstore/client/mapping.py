@@ -6,7 +6,8 @@ import mmap
 import os
 from dataclasses import dataclass, field
 
-from forebay.kvstore.header import slot_generation
+from forebay.errors import CorruptChunk
+from forebay.kvstore.header import decode_header, slot_generation
 from forebay.kvstore.protocol import ChunkRead, Slot
 
 
@@ -34,6 +35,13 @@ class PoolMap:
     def payload(self, chunk: ChunkRead, length: int) -> memoryview:
         """The first `length` payload bytes of a pinned chunk."""
         return self.views[chunk.extent][chunk.payload_offset : chunk.payload_offset + length]
+
+    def checksums(self, chunk: ChunkRead) -> bytes:
+        """One xxh3_64 (u64 LE) a granule of a pinned chunk, out of its header. Raises CorruptChunk."""
+        header = decode_header(self.views[chunk.extent][chunk.slot_offset : chunk.payload_offset])
+        if (header.group, header.key, header.payload_length) != (chunk.group, chunk.key, chunk.length):
+            raise CorruptChunk("the slot holds another chunk than the one that was promised")
+        return header.checksums
 
     def room(self, slot: Slot, length: int) -> memoryview:
         """Where a reserved chunk's payload goes."""

@@ -110,6 +110,10 @@ class StoreClient:
         """Whole payload of a pinned chunk."""
         return self._client.payload(chunk)
 
+    def checksums(self, chunk: ChunkRead) -> bytes:
+        """As AsyncStoreClient.checksums."""
+        return self._client.checksums(chunk)
+
     def room(self, slot: Slot, length: int) -> memoryview:
         """Writable payload of a reserved slot."""
         return self._client.room(slot, length)
