@@ -57,6 +57,14 @@ def _duration(text: str) -> float:
     return float(match[1]) * _TIMES[match[2]]
 
 
+def _share(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text.strip())
+    value = float(match[1]) / (100 if match[2] else 1) if match else -1.0
+    if not 0 <= value <= 1:
+        raise ValueError("takes a share such as 0.25 or 25%")
+    return value
+
+
 def at_least(low: int) -> Kind:
     """An integer not below `low`."""
 
@@ -115,6 +123,8 @@ def _hexadecimal(text: str) -> str:
 text = Kind("TEXT", str)
 size = Kind("SIZE", _size)
 """Bytes: 1048576, 512MiB, 2GiB, 10GB."""
+share = Kind("SHARE", _share)
+"""A part of a whole: 0.25 or 25%."""
 duration = Kind("TIME", _duration)
 """Seconds: 500ms, 2s, 5m, 1h."""
 port = Kind("PORT", _port)

@@ -11,7 +11,7 @@ from typing import Any
 
 from forebay.cli.places import default_socket, private, runtime_dir
 from forebay.cli.tenants import TENANTS
-from forebay.config import Setting, add_settings, one_of, path, resolve, size, text, unix_socket
+from forebay.config import Setting, add_settings, duration, one_of, path, resolve, share, size, text, unix_socket
 from forebay.kvstore.config import StoreConfig
 
 SETTINGS = (
@@ -26,6 +26,11 @@ SETTINGS = (
     Setting("fsync", one_of("none", "file"), "none", "sync each file before it is published"),
     Setting("events", text, None, "ZMQ endpoint of KV events, such as tcp://127.0.0.1:5557"),
     Setting("replay", text, None, "ZMQ endpoint of their replay"),
+    Setting("pin_budget", share, 0.25, "share of memory that hard pins may hold, all together", shown="25%"),
+    Setting("retain_budget", share, 0.1, "share of memory that one tenant's requests may retain", shown="10%"),
+    Setting("lease", duration, 120.0, "how long a lookup's pins last if nobody gives them back", shown="2m"),
+    Setting("reservation", duration, 60.0, "how long a store may take; its slot is never given up", shown="1m"),
+    Setting("tier_hang", duration, 10.0, "end a tier's process that gives no sign of life for so long", shown="10s"),
     Setting("metrics", text, None, "HOST:PORT of Prometheus metrics, on loopback"),
     TENANTS,
 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forebay.errors import ConfigError
+from forebay.kvstore.limits import Limits
 from forebay.kvstore.tenancy import TenantRule
 
 EXTENT_BYTES_MIN = 1 << 20
@@ -18,7 +19,8 @@ class StoreConfig:
     """One store daemon. Sizes in bytes; None switches a part off.
 
     `extent` None picks a size from `memory`. `fs_state_dir` None keeps the file tier's manifest beside its
-    files. `events` and `replay` are ZMQ endpoints, `metrics` a `host:port` for Prometheus. `tenants` are the rules of
+    files. `pin_budget` and `retain_budget` are shares of the pool; `lease`, `reservation` and `tier_hang` are
+    seconds. `events` and `replay` are ZMQ endpoints, `metrics` a `host:port` for Prometheus. `tenants` are the rules of
     those who have some. Raises ConfigError if these can't all be kept.
     """
 
@@ -33,6 +35,11 @@ class StoreConfig:
     replay: str | None = None
     metrics: str | None = None
     socket_group: str | None = None
+    pin_budget: float = 0.25
+    retain_budget: float = 0.1
+    lease: float = 120.0
+    reservation: float = 60.0
+    tier_hang: float = 10.0
     pool_dir: Path = Path("/dev/shm")  # noqa: S108
     tenants: Mapping[str, TenantRule] = field(default_factory=dict)
 
@@ -58,6 +65,14 @@ class StoreConfig:
         if size > self.memory:
             raise ConfigError(f"memory {self.memory}: must hold at least one extent of {size} bytes; raise --memory")
         return size
+
+    @property
+    def limits(self) -> Limits:
+        """The daemon's caps, with what is set here."""
+        return Limits(
+            pin_share=self.pin_budget, retain_share=self.retain_budget, lease_s=self.lease,
+            reservation_s=self.reservation,
+        )  # fmt: skip
 
     @property
     def extents(self) -> int:

@@ -87,7 +87,8 @@ class Daemon:
         boot = self._random(16)
         announcer = self._announcer(boot)
         core = StoreCore(
-            pool, tell=announcer.host, first_generation=int(self._clock() * 1e9), tenants=self.config.tenants
+            pool, tell=announcer.host, first_generation=int(self._clock() * 1e9), tenants=self.config.tenants,
+            limits=self.config.limits, clock=asyncio.get_running_loop().time,
         )  # fmt: skip
         announcer.core = core
         locks = ClientLocks(pool.path / "clients")
@@ -223,6 +224,7 @@ class Daemon:
         self, service: StoreService, pool: PoolFiles, name: str, kind: str, options: dict[str, str | int]
     ) -> None:
         from forebay.tiers.host import TierHost
+        from forebay.tiers.supervise import Patience
 
         owner = self._random(16)
         tier = TierHost(
@@ -230,6 +232,7 @@ class Daemon:
             on_finished=lambda results: service.finished(name, results),
             on_changes=lambda changes: service.changed(name, changes),
             lock_fd=service.locks.create(owner),
+            patience=Patience(hang_s=self.config.tier_hang, heartbeat_s=min(2.0, self.config.tier_hang / 4)),
         )  # fmt: skip
         await tier.start(dict(pool.descriptors))
         service.tiers[name] = tier

@@ -12,6 +12,7 @@ from typing import TypeVar
 from forebay.errors import ForebayError, ProtocolError, StoreUnavailable
 from forebay.ipc.framing import FrameBuffer
 from forebay.ipc.sockets import connect, receive_with_descriptors, socket_path
+from forebay.kvstore.client.promises import PromiseCalls
 from forebay.kvstore.client.session import Session, expect
 from forebay.kvstore.identity import Namespace
 from forebay.kvstore.protocol import (
@@ -21,8 +22,6 @@ from forebay.kvstore.protocol import (
     Check,
     Checked,
     ChunkRead,
-    Clear,
-    Cleared,
     Commit,
     Committed,
     Damaged,
@@ -36,7 +35,6 @@ from forebay.kvstore.protocol import (
     Lookup,
     NewChunk,
     Registered,
-    Release,
     Reply,
     Reserve,
     Reserved,
@@ -52,17 +50,18 @@ SEND_BYTES_MAX = 64 << 20
 RECEIVE_BYTES = 1 << 18
 
 
-class AsyncStoreClient:
+class AsyncStoreClient(PromiseCalls):
     """A connection to a store, used from one event loop.
 
     Any call on a lost connection raises StoreUnavailable; `connect` may then be called again. After that
     all leases and reservations from before are gone, and views into the old mapping must not be written.
+    Clients that are given the same `group` (16 bytes or so that nobody else guesses) share leases.
     """
 
-    def __init__(self, address: str, *, kind: str = "worker", timeout_s: float = 5.0) -> None:
+    def __init__(self, address: str, *, kind: str = "worker", timeout_s: float = 5.0, group: bytes = b"") -> None:
         self._path = socket_path(address)
         self._timeout_s = timeout_s
-        self._session = Session(kind)
+        self._session = Session(kind, group)
         self._socket: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: dict[int, asyncio.Future[tuple[Reply, list[int]]]] = {}
@@ -133,17 +132,19 @@ class AsyncStoreClient:
         limit: int,
         deadline_ms: int,
         extra: bytes = b"",
+        lease_ms: int = 0,
     ) -> Found:
         """Find and pin the longest prefix of `tokens` (u32 LE) that the store can serve.
 
-        `keys` are `identity.chunk_keys` of the tokens.
+        `keys` are `identity.chunk_keys` of the tokens. The pins end with `release`, after `lease_ms` (0: what is
+        usual) at the latest.
         """
         rid = self._session.rid()
         found = await self._call(
             rid,
             Lookup(
                 rid=rid, namespace=namespace_id, root=root, tokens=tokens, keys=keys, limit=limit,
-                deadline_ms=deadline_ms, extra=extra,
+                deadline_ms=deadline_ms, extra=extra, lease_ms=lease_ms,
             ),
             Found,
         )  # fmt: skip
@@ -151,14 +152,14 @@ class AsyncStoreClient:
             await self.map_extents()
         return found
 
-    def release(self, leases: Sequence[int]) -> None:
-        """Give leases back. Silent on a lost connection: they ended with it."""
-        self._tell(Release(leases=list(leases)))
-
-    async def reserve(self, namespace_id: bytes, tenant: str, chunks: Sequence[NewChunk]) -> Reserved:
-        """Ask for room for chunks, parents first."""
+    async def reserve(
+        self, namespace_id: bytes, tenant: str, chunks: Sequence[NewChunk], *, retain_s: float = 0.0
+    ) -> Reserved:
+        """Ask for room for chunks, parents first; with `retain_s` they are kept so long for their tenant."""
         rid = self._session.rid()
-        message = Reserve(rid=rid, namespace=namespace_id, tenant=tenant, chunks=list(chunks))
+        message = Reserve(
+            rid=rid, namespace=namespace_id, tenant=tenant, chunks=list(chunks), retain_s=retain_s
+        )  # fmt: skip
         reserved = await self._call(rid, message, Reserved)
         known = self._session.pool.views
         if any(slot.status == "reserved" and slot.extent not in known for slot in reserved.slots):
@@ -214,11 +215,6 @@ class AsyncStoreClient:
         """Verify every chunk of the pool."""
         rid = self._session.rid()
         return await self._call(rid, Check(rid=rid, repair=repair), Checked)
-
-    async def clear(self, namespace: bytes = b"") -> Cleared:
-        """Forget a namespace's chunks, or all, in every tier."""
-        rid = self._session.rid()
-        return await self._call(rid, Clear(rid=rid, namespace=namespace), Cleared)
 
     # --- the I/O line ----------------------------------------------------------------------------------
 

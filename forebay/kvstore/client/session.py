@@ -20,9 +20,11 @@ R = TypeVar("R")
 @dataclass
 class Session:
     """State of one client across reconnects. `client` stays the same, so that the store knows that what it
-    wrote before is no longer being written; `lock` says to everyone that this process is alive."""
+    wrote before is no longer being written; `lock` says to everyone that this process is alive. Clients of one
+    `group` may join each other's leases."""
 
     kind: str
+    group: bytes = b""
     client: bytes = field(default_factory=lambda: os.urandom(CLIENT_ID_BYTES))
     boot: bytes = b""
     pool: PoolMap = field(default_factory=PoolMap)
@@ -37,7 +39,7 @@ class Session:
     def hello(self) -> Hello:
         """The first message of a connection. Whoever sends it writes nothing any more under an older one."""
         self.forget_pool()
-        return Hello(rid=self.rid(), client=self.client, kind=self.kind)
+        return Hello(rid=self.rid(), client=self.client, kind=self.kind, group=self.group)
 
     def welcome(self, message: Welcome, descriptors: list[int]) -> None:
         """Digest the store's answer to Hello."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from forebay.kvstore.client.aio import AsyncStoreClient
 from forebay.kvstore.identity import Namespace
@@ -16,6 +16,8 @@ from forebay.kvstore.protocol import (
     Committed,
     Explained,
     Found,
+    Joined,
+    Kept,
     NewChunk,
     Reserved,
     Rows,
@@ -34,8 +36,8 @@ class StoreClient:
             print(store.stats().values["host.chunks"])
     """
 
-    def __init__(self, address: str, *, kind: str = "tool", timeout_s: float = 5.0) -> None:
-        self._client = AsyncStoreClient(address, kind=kind, timeout_s=timeout_s)
+    def __init__(self, address: str, *, kind: str = "tool", timeout_s: float = 5.0, group: bytes = b"") -> None:
+        self._client = AsyncStoreClient(address, kind=kind, timeout_s=timeout_s, group=group)
         self._loop = asyncio.new_event_loop()
 
     def __enter__(self) -> StoreClient:
@@ -80,19 +82,32 @@ class StoreClient:
         limit: int,
         deadline_ms: int = 0,
         extra: bytes = b"",
+        lease_ms: int = 0,
     ) -> Found:
         """As AsyncStoreClient.lookup."""
         return self._run(
-            self._client.lookup(namespace_id, root, tokens, keys, limit=limit, deadline_ms=deadline_ms, extra=extra)
+            self._client.lookup(
+                namespace_id, root, tokens, keys, limit=limit, deadline_ms=deadline_ms, extra=extra, lease_ms=lease_ms
+            )
         )
+
+    def join(self, leases: Sequence[int], *, lease_ms: int = 0) -> Joined:
+        """As AsyncStoreClient.join."""
+        return self._run(self._client.join(leases, lease_ms=lease_ms))
 
     def release(self, leases: Sequence[int]) -> None:
         """Give leases back."""
         self._client.release(leases)
 
-    def reserve(self, namespace_id: bytes, tenant: str, chunks: Sequence[NewChunk]) -> Reserved:
+    def release_chunks(self, lease: int, chunks: Sequence[int]) -> None:
+        """Give chunks of a lease back."""
+        self._client.release_chunks(lease, chunks)
+
+    def reserve(
+        self, namespace_id: bytes, tenant: str, chunks: Sequence[NewChunk], *, retain_s: float = 0.0
+    ) -> Reserved:
         """As AsyncStoreClient.reserve."""
-        return self._run(self._client.reserve(namespace_id, tenant, chunks))
+        return self._run(self._client.reserve(namespace_id, tenant, chunks, retain_s=retain_s))
 
     def commit(self, chunks: Sequence[Written]) -> Committed:
         """As AsyncStoreClient.commit."""
@@ -122,6 +137,20 @@ class StoreClient:
         """Is the slot still of the promised generation? Ask after the copy."""
         return self._client.intact(chunk)
 
+    def pin(
+        self, chunks: Sequence[tuple[int, bytes]], *, kind: Literal["soft", "hard"], by: str, ttl_s: float
+    ) -> Kept:
+        """As AsyncStoreClient.pin."""
+        return self._run(self._client.pin(chunks, kind=kind, by=by, ttl_s=ttl_s))
+
+    def unpin(self, chunks: Sequence[tuple[int, bytes]], *, by: str) -> Kept:
+        """As AsyncStoreClient.unpin."""
+        return self._run(self._client.unpin(chunks, by=by))
+
+    def touch(self, chunks: Sequence[tuple[int, bytes]], *, tenant: str = "", retain_s: float = 0.0) -> Kept:
+        """As AsyncStoreClient.touch."""
+        return self._run(self._client.touch(chunks, tenant=tenant, retain_s=retain_s))
+
     def stats(self) -> Stats:
         """Present figures."""
         return self._run(self._client.stats())
@@ -138,6 +167,14 @@ class StoreClient:
         """Verify every chunk of the pool."""
         return self._run(self._client.check(repair=repair))
 
-    def clear(self, namespace: bytes = b"") -> Cleared:
-        """Forget a namespace's chunks, or all, in every tier."""
-        return self._run(self._client.clear(namespace))
+    def clear(
+        self,
+        namespace: bytes = b"",
+        *,
+        tenant: str | None = None,
+        root: bytes = b"",
+        tokens: bytes = b"",
+        extra: bytes = b"",
+    ) -> Cleared:
+        """As AsyncStoreClient.clear."""
+        return self._run(self._client.clear(namespace, tenant=tenant, root=root, tokens=tokens, extra=extra))

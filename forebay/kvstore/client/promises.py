@@ -1,0 +1,82 @@
+"""The async client's calls about promises: leases shared and given back, chunks pinned, touched and forgotten."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Literal, TypeVar
+
+from forebay.kvstore.client.session import Session
+from forebay.kvstore.protocol import Clear, Cleared, Join, Joined, Kept, Part, Pin, Release, Touch, Unpin
+
+R = TypeVar("R")
+
+
+class PromiseCalls(ABC):
+    """What `AsyncStoreClient` has from here. Chunks are named (group, key), as lookups answer them."""
+
+    _session: Session
+
+    @abstractmethod
+    async def _call(self, rid: int, message: object, kind: type[R]) -> R: ...
+
+    @abstractmethod
+    def _tell(self, message: object) -> None: ...
+
+    @abstractmethod
+    async def map_extents(self) -> None:
+        """Map the extents that this client doesn't have yet."""
+
+    async def join(self, leases: Sequence[int], *, lease_ms: int = 0) -> Joined:
+        """Hold leases of this client's group as well, or renew one's own. Those that have ended are left out."""
+        rid = self._session.rid()
+        joined = await self._call(rid, Join(rid=rid, leases=list(leases), lease_ms=lease_ms), Joined)
+        known = self._session.pool.views
+        if any(chunk.extent not in known for shared in joined.leases for chunk in shared.chunks):
+            await self.map_extents()
+        return joined
+
+    def release(self, leases: Sequence[int]) -> None:
+        """Give leases back. Silent on a lost connection: they ended with it."""
+        self._tell(Release(leases=list(leases)))
+
+    def release_chunks(self, lease: int, chunks: Sequence[int]) -> None:
+        """Give chunks of a lease back, by their places in the answer that gave it; the rest stays promised."""
+        self._tell(Release(leases=[], parts=[Part(lease, list(chunks))]))
+
+    async def pin(
+        self, chunks: Sequence[tuple[int, bytes]], *, kind: Literal["soft", "hard"], by: str, ttl_s: float
+    ) -> Kept:
+        """Keep chunks in memory for a while, whoever uses them. Raises RequestRefused (`budget`) for hard pins beyond
+        theirs; nothing is pinned then."""
+        rid = self._session.rid()
+        return await self._call(rid, Pin(rid=rid, chunks=list(chunks), kind=kind, by=by, ttl_s=ttl_s), Kept)
+
+    async def unpin(self, chunks: Sequence[tuple[int, bytes]], *, by: str) -> Kept:
+        """End the pins that `by` has on chunks."""
+        rid = self._session.rid()
+        return await self._call(rid, Unpin(rid=rid, chunks=list(chunks), by=by), Kept)
+
+    async def touch(self, chunks: Sequence[tuple[int, bytes]], *, tenant: str = "", retain_s: float = 0.0) -> Kept:
+        """Count chunks as just used; with `retain_s` keep them so long for a tenant, within its budget."""
+        rid = self._session.rid()
+        return await self._call(rid, Touch(rid=rid, chunks=list(chunks), tenant=tenant, retain_s=retain_s), Kept)
+
+    def touch_soon(self, chunks: Sequence[tuple[int, bytes]], *, tenant: str = "", retain_s: float = 0.0) -> None:
+        """As `touch`, without waiting for anything. Silent on a lost connection."""
+        self._tell(Touch(rid=0, chunks=list(chunks), tenant=tenant, retain_s=retain_s))
+
+    async def clear(
+        self,
+        namespace: bytes = b"",
+        *,
+        tenant: str | None = None,
+        root: bytes = b"",
+        tokens: bytes = b"",
+        extra: bytes = b"",
+    ) -> Cleared:
+        """Forget chunks, in every tier: of a namespace (all if empty), of a tenant, and with a `root` those that hold
+        the end of `tokens` (u32 LE) or go on from there."""
+        rid = self._session.rid()
+        message = Clear(rid=rid, namespace=namespace, tenant=tenant, root=root, tokens=tokens, extra=extra)
+        return await self._call(rid, message, Cleared)
