@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from forebay.kvstore.geometry import MATCH_UNIT, GroupGeometry
 from forebay.kvstore.identity import Namespace
 from forebay.kvstore.layout.copies import Axis, Copy, Run, folded, merged, runs_of
-from forebay.kvstore.layout.ownership import HeadPart, local_index, local_length, split_heads
+from forebay.kvstore.layout.ownership import HeadPart, local_index, local_length, owner, split_heads
 from forebay.kvstore.layout.planes import AxisName, Placed, Plane, in_payload, planes_of
 from forebay.kvstore.layout.shard import Shard, check_shard
 
@@ -134,13 +134,9 @@ class View:
 
         `table` maps the request's blocks, in the order of its tokens, to those of the pool (None: they are the
         same; of a recurrent group only its first entry counts). With `writing`, only what this rank is the one
-        to write. A state is one piece: `tokens` don't matter to it. Offsets of equal bytes never overlap.
+        to write. A state is one piece: `tokens` don't matter to it.
         """
-        pieces = (
-            [_Piece(0, 0, table[0] if table else 0, 0, 1)]
-            if self.group.recurrent
-            else self._pieces(start, tokens, table)
-        )
+        pieces = self._state(table) if self.group.recurrent else self._pieces(start, tokens, table)
         return merged(
             folded(
                 cut.canonical + piece.granule * cut.granule + piece.token * cut.token.canonical,
@@ -169,7 +165,7 @@ class View:
         token = tokens.start
         while token < tokens.stop:
             stretch = self._interleave - token % self._interleave if self._size > 1 else tokens.stop - token
-            if token // self._interleave % self._size == self._rank or self._size == 1:
+            if owner(token, self._size, self._interleave) == self._rank:
                 self._split(start, token, min(token + stretch, tokens.stop), table, pieces)
             token += stretch
         return pieces
