@@ -70,6 +70,7 @@ class NamespaceStreams:
         self._options = options or StreamOptions()
         self._sockets = sockets or Sockets(curve)
         self._streams: dict[bytes, EventPublisher] = {}
+        self._indices: dict[bytes, int] = {}
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -86,9 +87,17 @@ class NamespaceStreams:
                 f"{self.max_streams} namespaces have an event stream already; raise the cap on streams, or "
                 "clear namespaces that aren't used any more and restart the store"
             )
-        stream = self._bind(len(self._streams), stream_topic(self.owner, model), snapshot)
-        self._streams[namespace] = stream
+        index = next(i for i in range(self.max_streams) if i not in self._indices.values())
+        stream = self._bind(index, stream_topic(self.owner, model), snapshot)
+        self._streams[namespace], self._indices[namespace] = stream, index
         return stream
+
+    def end(self, namespace: bytes) -> None:
+        """Close the namespace's stream, if it has one; its place is free for another. May block for 200 ms."""
+        stream = self._streams.pop(namespace, None)
+        if stream is not None:
+            del self._indices[namespace]
+            stream.close()
 
     def get(self, namespace: bytes) -> EventPublisher | None:
         """The namespace's publisher, if it has one."""

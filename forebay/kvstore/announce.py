@@ -75,6 +75,12 @@ class Announcer:
             return
         self.projections[namespace_id] = projection
 
+    def forget(self, namespace_id: bytes) -> None:
+        """A namespace had to make room for others: its stream ends."""
+        self._flush()
+        if self.projections.pop(namespace_id, None) is not None and self.streams is not None:
+            self.streams.end(namespace_id)
+
     def host(self, fact: HostFact) -> None:
         """Host memory has gained or lost a chunk."""
         projection = self._projection(fact.entry.namespace)

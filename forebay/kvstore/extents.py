@@ -151,6 +151,10 @@ class PoolFiles:
             partial.write_bytes(encoded)
             partial.rename(file)
 
+    def forget_namespace(self, namespace_id: bytes) -> None:
+        """Nothing of this namespace is in the pool any more."""
+        (self.path / "namespaces" / namespace_id.hex()).unlink(missing_ok=True)
+
     def saved_namespaces(self) -> list[bytes]:
         """Encodings of all remembered namespaces."""
         return [file.read_bytes() for file in (self.path / "namespaces").iterdir() if not file.suffix]

@@ -48,10 +48,11 @@ class Reservation:
 @dataclass(slots=True, eq=False)
 class Client:
     """What one connection holds. It ends with the connection. `id` names the process, `group` the engine,
-    `namespaces` are those that it has registered."""
+    `namespaces` are those that it has registered. With a `tenant` it sees what is that tenant's, and no more."""
 
     id: bytes
     group: bytes = b""
+    tenant: str | None = None
     leases: dict[int, Hold] = field(default_factory=dict)
     reservations: dict[int, Reservation] = field(default_factory=dict)
     namespaces: set[bytes] = field(default_factory=set)

@@ -27,7 +27,7 @@ from forebay.tiers.base import LookupResult, Query
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One lookup's question. `keys` are those at the ends of the chunks of `tokens`, joined (`chunk_keys`). What it
-    finds is promised for `lease_s` (0: as usual)."""
+    finds is promised for `lease_s` (0: as usual); what tiers bring is at the expense of `tenant`."""
 
     namespace_id: bytes
     namespace: Namespace
@@ -37,6 +37,7 @@ class Prompt:
     limit: int
     extra: bytes = b""
     lease_s: float = 0.0
+    tenant: str = ""
 
     @property
     def positions(self) -> int:
@@ -281,7 +282,7 @@ def _promote(core: StoreCore, found: Match, plan: Promotions, place: tuple[int, 
     payload = payload_bytes(found.prompt.namespace.groups[wanted.group], chosen.tokens)
     extra = b"\0" * max(0, chosen.length - payload - header_bytes(chosen.tokens))
     chunk = NewChunk(wanted.group, chosen.key, wanted.parent, wanted.start, tokens, extra)
-    entry = core.reserve_promotion(found.prompt.namespace_id, chunk, owners[chosen.tier])
+    entry = core.reserve_promotion(found.prompt.namespace_id, chunk, owners[chosen.tier], found.prompt.tenant)
     if entry is None:
         core.counters.add("tier.no_room")
         return False

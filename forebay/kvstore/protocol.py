@@ -29,13 +29,15 @@ class Message(msgspec.Struct, frozen=True, tag=True, tag_field="type", forbid_un
 class Hello(Message, frozen=True):
     """First message of a connection. A client that comes back with its old `client` thereby says that
     none of its writes from before is still under way. `client` names a process, `group` the engine that it belongs
-    to (empty: none): connections of one group may join each other's leases."""
+    to (empty: none): connections of one group may join each other's leases. A connection with a `tenant` is a view
+    of that tenant: it lists, explains and counts what is the tenant's, and may do nothing else."""
 
     rid: int
     client: bytes
     kind: str
     version: int = PROTOCOL_VERSION
     group: bytes = b""
+    tenant: str | None = None
 
 
 class Welcome(Message, frozen=True):
@@ -78,8 +80,8 @@ class Registered(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """The request was understood and not done. `code` (version, namespace, limits, budget, unknown, busy, internal)
-    is for programs, `message` for people."""
+    """The request was understood and not done. `code` (version, namespace, tenant, limits, budget, unknown, busy,
+    internal) is for programs, `message` for people."""
 
     rid: int
     code: str
@@ -95,7 +97,8 @@ class Lookup(Message, frozen=True):
     `root` is where the chain of `tokens` (u32 LE) begins, `keys` are those at the ends of its chunks, joined: each
     whole chunk, and the last whole unit of the open one. `limit` caps the hit (a prompt must compute at least one
     token). `deadline_ms` is how long tiers may take to promote; 0 answers from memory at once. `lease_ms` is how long
-    the promise is wanted at most (0: what is usual); it ends before if it is released.
+    the promise is wanted at most (0: what is usual); it ends before if it is released. `tenant` is for whom: what
+    tiers bring is at its expense, and counts are kept by it. It has no influence on what is found.
     """
 
     rid: int
@@ -107,6 +110,7 @@ class Lookup(Message, frozen=True):
     deadline_ms: int = 0
     extra: bytes = b""
     lease_ms: int = 0
+    tenant: str = ""
 
 
 class ChunkRead(msgspec.Struct, frozen=True, array_like=True):
@@ -326,9 +330,29 @@ class GetStats(Message, frozen=True):
     rid: int
 
 
+class TenantRow(msgspec.Struct, frozen=True, array_like=True):
+    """One tenant's account. `bytes` are those of its slots; `share` is what it could hold at most now if all wanted
+    more; a `dormant` one has used nothing for long. Counters: its chunks that were `evicted`, of those the ones that it
+    `suffered` for others' sake, others' that it `caused`; stores that were `refused`; tokens of lookups."""
+
+    tenant: str
+    bytes: int
+    quota: int | None
+    guarantee: int
+    weight: float
+    share: int
+    dormant: bool
+    evicted: int
+    suffered: int
+    caused: int
+    refused: int
+    asked_tokens: int
+    hit_tokens: int
+
+
 class Stats(Message, frozen=True):
-    """Counters and gauges by dotted name, plus descriptions of namespaces, tiers, event endpoints, and of who keeps
-    how much (`pins`)."""
+    """Counters and gauges by dotted name, plus descriptions of namespaces, tiers, event endpoints, tenants, and of who
+    keeps how much (`pins`). A view of a tenant gets no figures but that tenant's."""
 
     rid: int
     boot: bytes
@@ -338,6 +362,39 @@ class Stats(Message, frozen=True):
     namespaces: list[dict[str, str]]
     tiers: list[dict[str, str]]
     pins: list[dict[str, str]] = []
+    tenants: list[TenantRow] = []
+
+
+class WhatIf(Message, frozen=True):
+    """Ask what each tenant's hit rate would be if the pool had `budget` bytes."""
+
+    rid: int
+    budget: int
+
+
+class TenantForecast(msgspec.Struct, frozen=True, array_like=True):
+    """One tenant. `held` and `wanted` are its bytes in the division of the present budget and of the other one;
+    `measured` its hit rate of late (None: it asked nothing), `expected` the one to expect then, `ceiling` that of a
+    cache without end; `rates` are its curve, at the sizes of the answer. `asked` are the bytes of chunks behind it."""
+
+    tenant: str
+    held: int
+    wanted: int
+    measured: float | None
+    expected: float
+    ceiling: float
+    asked: int
+    rates: list[float]
+
+
+class Foreseen(Message, frozen=True):
+    """Answer to WhatIf."""
+
+    rid: int
+    budget_now: int
+    budget: int
+    sizes: list[int]
+    tenants: list[TenantForecast]
 
 
 class List(Message, frozen=True):
@@ -449,11 +506,11 @@ class Cleared(Message, frozen=True):
 
 Request = Union[
     Hello, GetExtents, Register, Lookup, Join, Release, Damaged, Reserve, Commit, Abort,
-    Pin, Unpin, Touch, GetStats, List, Explain, Check, Clear,
+    Pin, Unpin, Touch, GetStats, WhatIf, List, Explain, Check, Clear,
 ]  # fmt: skip
 Reply = Union[
     Welcome, Extents, Registered, Refused, Found, Joined, Reserved, Committed, Kept,
-    Stats, Rows, Explained, Checked, Cleared,
+    Stats, Foreseen, Rows, Explained, Checked, Cleared,
 ]  # fmt: skip
 
 REQUESTS: Codec[Request] = Codec(Request)

@@ -16,6 +16,7 @@ from forebay.tiers.base import LookupResult
 
 _REMOVED = {
     "evicted": "evicted to make room",
+    "quota": "evicted because its tenant was at its quota",
     "replaced": "replaced by a fuller chunk",
     "corrupt": "found corrupt and taken out",
     "cleared": "cleared on request",
@@ -59,16 +60,12 @@ def _rss_bytes() -> int:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def namespace_rows(core: StoreCore) -> list[dict[str, str]]:
-    """One description a namespace, for people."""
-    held: dict[bytes, list[int]] = {}
-    for entry in core.table:
-        count = held.setdefault(entry.namespace, [0, 0])
-        count[0] += 1
-        count[1] += entry.payload_length
+def namespace_rows(core: StoreCore, *, counts: bool = True) -> list[dict[str, str]]:
+    """One description a namespace, for people; without `counts` it doesn't say how much is held."""
     rows = []
     for namespace_id, namespace in core.namespaces.items():
-        count = held.get(namespace_id, [0, 0])
+        use = core.use.of(namespace_id)
+        held = {"chunks": str(use.chunks), "bytes": str(use.payload)} if counts else {}
         rows.append(
             {
                 "id": namespace_id.hex(),
@@ -76,9 +73,8 @@ def namespace_rows(core: StoreCore) -> list[dict[str, str]]:
                 "chunk_tokens": str(namespace.chunk_tokens),
                 "compute": namespace.compute,
                 "groups": ", ".join(f"{g.name} ({len(g.layers)} layers, {g.dtype})" for g in namespace.groups),
-                "chunks": str(count[0]),
-                "bytes": str(count[1]),
             }
+            | held
         )
     return rows
 
@@ -92,13 +88,16 @@ def row(entry: Entry, kept: list[KeptBy]) -> Row:
     )  # fmt: skip
 
 
-def explain(core: StoreCore, found: Match, tiers: Mapping[str, Sequence[Sequence[LookupResult]]]) -> list[TierReach]:
-    """How far each tier reaches in each group. `tiers` has one row of results a group."""
+def explain(
+    core: StoreCore, found: Match, tiers: Mapping[str, Sequence[Sequence[LookupResult]]], *, others: bool = True
+) -> list[TierReach]:
+    """How far each tier reaches in each group. `tiers` has one row of results a group. Without `others` nothing is
+    told of chains that begin elsewhere, which may be another tenant's."""
     prompt = found.prompt
     reaches = []
     for group, geometry in enumerate(prompt.namespace.groups):
         tokens, end = _end(prompt, found.rows[group])
-        reaches.append(TierReach("host", geometry.name, tokens, *_why_host(core, prompt, group, end)))
+        reaches.append(TierReach("host", geometry.name, tokens, *_why_host(core, prompt, group, end, others)))
         for name, rows in tiers.items():
             reach = [result.matched if result.outcome == "hit" else 0 for result in rows[group]]
             tokens, end = _end(prompt, reach)
@@ -123,7 +122,7 @@ def _why_tier(prompt: Prompt, row: Sequence[LookupResult], end: int | None) -> t
     return "missing", f"it has no chunk that goes on from token {end * prompt.namespace.chunk_tokens}"
 
 
-def _why_host(core: StoreCore, prompt: Prompt, group: int, end: int | None) -> tuple[str, str]:
+def _why_host(core: StoreCore, prompt: Prompt, group: int, end: int | None, others: bool) -> tuple[str, str]:
     if end is None:
         return "complete", "the whole prompt is stored"
     chunk = prompt.chunk(group, end)
@@ -137,14 +136,14 @@ def _why_host(core: StoreCore, prompt: Prompt, group: int, end: int | None) -> t
         return reason, _REMOVED.get(reason, reason)
     if end == 0:
         # Every prompt of a tenant begins at one root: that others begin otherwise explains nothing.
-        return _why_nothing(core, prompt)
+        return _why_nothing(core, prompt, others)
     if core.table.has_children(group, chunk.parent):
         return "diverges", f"a stored chunk goes on from token {chunk.start} with other tokens"
     return "never seen", f"nothing was stored that goes on from token {chunk.start} (or it was forgotten)"
 
 
-def _why_nothing(core: StoreCore, prompt: Prompt) -> tuple[str, str]:
-    for namespace_id, root in core.table.roots_of(prompt.tokens):
+def _why_nothing(core: StoreCore, prompt: Prompt, others: bool) -> tuple[str, str]:
+    for namespace_id, root in core.table.roots_of(prompt.tokens) if others else ():
         if namespace_id != prompt.namespace_id:
             fields = ", ".join(_differing(prompt.namespace, core.namespaces[namespace_id]))
             return "other namespace", f"the same beginning is stored under another namespace; what differs: {fields}"

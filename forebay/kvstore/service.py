@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from forebay.errors import RequestRefused
 from forebay.ipc.sockets import DESCRIPTORS_MAX
-from forebay.kvstore import report
+from forebay.kvstore import report, tenant_report
 from forebay.kvstore.announce import Announcer
 from forebay.kvstore.cascade import Cascade
 from forebay.kvstore.core import Client, StoreCore
+from forebay.kvstore.demand import Demand
 from forebay.kvstore.entry import Entry
 from forebay.kvstore.extents import ClientLocks, PoolFiles
 from forebay.kvstore.header import SlotState
@@ -36,6 +37,7 @@ from forebay.kvstore.protocol import (
     Explain,
     Explained,
     Extents,
+    Foreseen,
     Found,
     GetExtents,
     GetStats,
@@ -56,6 +58,7 @@ from forebay.kvstore.protocol import (
     Touch,
     Unpin,
     Welcome,
+    WhatIf,
 )
 from forebay.kvstore.reader import Reader
 from forebay.kvstore.readopt import is_intact
@@ -70,6 +73,9 @@ log = logging.getLogger(__name__)
 
 EXPLAIN_TIER_S = 2.0
 LABEL_CHARACTERS_MAX = 128
+TENANT_BYTES_MAX = 128
+VIEWS = (GetStats, WhatIf, List, Explain)
+"""What a view of one tenant may ask."""
 
 
 @dataclass
@@ -91,6 +97,8 @@ class StoreService:
         self.promises = Promises(self.core, self.cascade, self.tiers, self.boot)
         self.writers = Writers(self.core, self.locks, self._end_connection)
         self.core.chores.wake = self._work_soon
+        self.demand = Demand(self.core)
+        self.core.on_forgotten = self._namespace_forgotten
         self._working = False
 
     # --- connections -----------------------------------------------------------------------------------
@@ -117,6 +125,7 @@ class StoreService:
     def tick(self) -> None:
         """Once a second: quarantined writers may have died, promises have come to their end."""
         self.writers.check_all()
+        self.demand.fade(asyncio.get_running_loop().time())
         self._work_soon()
 
     def _work_soon(self) -> None:
@@ -143,6 +152,8 @@ class StoreService:
         """Dispatch one request."""
         client = connection.client
         assert client is not None
+        if client.tenant is not None and not isinstance(request, VIEWS):
+            raise RequestRefused("tenant", f"a view of one tenant takes no {type(request).__name__}")
         match request:
             case Lookup():
                 return self._lookup(connection, client, request)
@@ -160,30 +171,32 @@ class StoreService:
                 self._damaged(request)
                 return None
             case Register():
-                return self._register(request)
+                return self._register(client, request)
             case GetExtents():
                 self._extents(connection, request)
                 return None
             case _:
-                return self._watch(request)
+                return self._watch(client.tenant, request)
 
-    def _watch(self, request: Request) -> Answer:
+    def _watch(self, tenant: str | None, request: Request) -> Answer:
         match request:
             case GetStats():
-                return self._stats(request)
+                return self._stats(tenant, request)
+            case WhatIf():
+                return self._what_if(tenant, request)
             case List():
-                return self._list(request)
+                return self._list(tenant, request)
             case Explain():
-                return self._explain(request)
+                return self._explain(tenant, request)
             case Check():
                 return self._check(request)
             case _:
                 raise RequestRefused("unknown", f"{type(request).__name__} is not expected here")
 
-    def _register(self, request: Register) -> Registered:
+    def _register(self, client: Client, request: Register) -> Registered:
         try:
             namespace = decode_namespace(request.namespace)
-            namespace_id = self.core.register(namespace, _plain(request.label))
+            namespace_id = self.core.register(namespace, _plain(request.label), client)
         except ValueError as error:
             raise RequestRefused("namespace", str(error)) from error
         encoded = encode_namespace(namespace)
@@ -192,6 +205,10 @@ class StoreService:
             tier.note_namespace(namespace_id, encoded)
         self.announcer.register(namespace_id)
         return Registered(rid=request.rid, namespace=namespace_id)
+
+    def _namespace_forgotten(self, namespace_id: bytes) -> None:
+        self.pool.forget_namespace(namespace_id)
+        self.announcer.forget(namespace_id)
 
     def _extents(self, connection: Connection, request: GetExtents) -> None:
         wanted = sorted(e for e in self.core.place.slots.extents if e >= request.after)
@@ -207,15 +224,17 @@ class StoreService:
             raise RequestRefused("namespace", f"namespace {request.namespace.hex()[:16]} isn't registered here")
         if len(request.tokens) > 4 * LOOKUP_TOKENS_MAX or len(request.extra) > EXTRA_BYTES_MAX:
             raise RequestRefused("limits", f"a lookup has at most {LOOKUP_TOKENS_MAX} tokens")
+        if isinstance(request, Lookup) and len(request.tenant.encode()) > TENANT_BYTES_MAX:
+            raise RequestRefused("limits", f"a tenant's id has at most {TENANT_BYTES_MAX} bytes")
         if len(request.root) != KEY_BYTES:
             raise RequestRefused("limits", f"a chain begins at a key of {KEY_BYTES} bytes")
         if isinstance(request, Lookup):
             keys = request.keys
         else:
             keys = chunk_keys(request.root, request.tokens, namespace.chunk_tokens, request.extra)
-        lease_s = request.lease_ms / 1000 if isinstance(request, Lookup) else 0.0
+        lease_s, tenant = (request.lease_ms / 1000, request.tenant) if isinstance(request, Lookup) else (0.0, "")
         prompt = Prompt(
-            request.namespace, namespace, request.root, request.tokens, keys, limit, request.extra, lease_s
+            request.namespace, namespace, request.root, request.tokens, keys, limit, request.extra, lease_s, tenant
         )  # fmt: skip
         if len(keys) != -(-prompt.whole // namespace.chunk_tokens) * KEY_BYTES:
             raise RequestRefused("limits", "a lookup has one 32-byte key for each chunk that its whole units touch")
@@ -240,6 +259,8 @@ class StoreService:
         self, request: Lookup, prompt: Prompt, pinned: Pinned, origins: dict[Entry, str], pending: bool
     ) -> Found:
         self.core.counters.add("store.hit_tokens", pinned.hit)
+        # After the answer has gone: who asks shouldn't wait for our bookkeeping.
+        asyncio.get_running_loop().call_soon(self.demand.looked_up, request.tenant, prompt, pinned.hit)
         from_tier: dict[str, int] = {}
         counted: set[int] = set()
         for entry in pinned.entries:
@@ -263,8 +284,9 @@ class StoreService:
         namespace = self.core.namespaces.get(request.namespace)
         if namespace is None:
             raise RequestRefused("namespace", f"namespace {request.namespace.hex()[:16]} isn't registered here")
-        if len(request.chunks) > BATCH_ITEMS_MAX or len(request.tenant.encode()) > 128:
-            raise RequestRefused("limits", f"at most {BATCH_ITEMS_MAX} chunks a batch, tenant ids of 128 bytes")
+        if len(request.chunks) > BATCH_ITEMS_MAX or len(request.tenant.encode()) > TENANT_BYTES_MAX:
+            limits = f"at most {BATCH_ITEMS_MAX} chunks a batch, tenant ids of {TENANT_BYTES_MAX} bytes"
+            raise RequestRefused("limits", limits)
         for chunk in request.chunks:
             self._check_chunk(namespace.chunk_tokens, len(namespace.groups), chunk)
         retain_s = checked_retention(request.retain_s)
@@ -298,6 +320,7 @@ class StoreService:
             entry = self.core.commit(client, written.reservation, written.checksums)
             if entry is not None:
                 committed += 1
+                self.demand.stored(entry)
                 self.spread(entry)
                 self.core.unpin(entry)
         return Committed(rid=request.rid, boot=self.boot, committed=committed)
@@ -317,17 +340,34 @@ class StoreService:
 
     # --- watching --------------------------------------------------------------------------------------
 
-    async def _stats(self, request: GetStats) -> Stats:
+    async def _stats(self, tenant: str | None, request: GetStats) -> Stats:
+        tenants = tenant_report.tenant_rows(self.core, tenant)
+        if tenant is not None:
+            return Stats(
+                rid=request.rid, boot=self.boot, pid=os.getpid(), values={}, info={},
+                namespaces=report.namespace_rows(self.core, counts=False), tiers=[], tenants=tenants,
+            )  # fmt: skip
         values, tiers = await self.figures()
         return Stats(
             rid=request.rid, boot=self.boot, pid=os.getpid(), values=values, info=self.info | self.announcer.places(),
-            namespaces=report.namespace_rows(self.core), tiers=tiers, pins=self.promises.owners(),
+            namespaces=report.namespace_rows(self.core), tiers=tiers, pins=self.promises.owners(), tenants=tenants,
         )  # fmt: skip
+
+    def _what_if(self, tenant: str | None, request: WhatIf) -> Foreseen:
+        now = self.core.place.slots.total_bytes
+        if not 0 < request.budget < 1 << 62:
+            raise RequestRefused("limits", f"a budget of {request.budget} bytes is none")
+        sizes = tenant_report.curve_sizes(request.budget, now)
+        told = tenant_report.foresee(self.core, self.demand.curves, request.budget, tenant)
+        return Foreseen(rid=request.rid, budget_now=now, budget=request.budget, sizes=sizes, tenants=told)
 
     async def figures(self) -> tuple[dict[str, float], list[dict[str, str]]]:
         """All counters and gauges by dotted name, and a description of each tier."""
         values = report.gauges(self.core, self.cascade) | self.announcer.figures()
         values["store.connections"] = len(self.connections)
+        values["store.tenants"] = len(self.core.place.accounts)
+        values["curves.tenants"] = len(self.demand.curves)
+        values["curves.keys"] = self.demand.curves.keys
         tiers = []
         for name, tier in self.tiers.items():
             stats = await tier.stats()
@@ -335,16 +375,20 @@ class StoreService:
             tiers.append({"name": name, **stats.info})
         return values, tiers
 
-    def _list(self, request: List) -> Rows:
+    def _list(self, tenant: str | None, request: List) -> Rows:
         limit = max(1, min(request.limit, BATCH_ITEMS_MAX))
         if not 0 <= request.cursor < 1 << 62:
             raise RequestRefused("limits", f"cursor {request.cursor} is none that an earlier page gave")
         page = self.core.place.page(request.cursor, limit)
-        wanted = (entry for entry in page.entries if request.namespace in (b"", entry.namespace))
+        wanted = (
+            entry
+            for entry in page.entries
+            if request.namespace in (b"", entry.namespace) and tenant in (None, entry.tenant)
+        )
         rows = [report.row(entry, self.promises.kept_by(entry)) for entry in wanted]
         return Rows(rid=request.rid, rows=rows, cursor=page.cursor)
 
-    async def _explain(self, request: Explain) -> Explained:
+    async def _explain(self, tenant: str | None, request: Explain) -> Explained:
         prompt = self._prompt(request, len(request.tokens) // 4)
         found = match(self.core, prompt)
         results: dict[str, list[list[LookupResult]]] = {}
@@ -353,7 +397,8 @@ class StoreService:
             for group in range(len(prompt.namespace.groups)):
                 asked = [prompt.query(group, position) for position in range(prompt.positions)]
                 results[name].append(await tier.lookup(asked, EXPLAIN_TIER_S))
-        return Explained(rid=request.rid, hit=found.hit(), reaches=report.explain(self.core, found, results))
+        reaches = report.explain(self.core, found, results, others=tenant is None)
+        return Explained(rid=request.rid, hit=found.hit(), reaches=reaches)
 
     async def _check(self, request: Check) -> Checked:
         chunks = read = 0

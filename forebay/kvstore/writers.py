@@ -39,7 +39,7 @@ class Writers:
             self._core.drop_client(before, writing=False)
             self._abort(before)
         self._core.end_quarantine(hello.client)
-        client = self._connected[hello.client] = Client(hello.client, hello.group)
+        client = self._connected[hello.client] = Client(hello.client, hello.group, hello.tenant)
         self._core.leases.attach(client)
         return client, lock
 

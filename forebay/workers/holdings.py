@@ -208,6 +208,7 @@ class Holdings:
             limit=limit * MATCH_UNIT,
             device_hit=request.computed,
             rooms=tuple(rooms),
+            tenant=holding.tenant,
         )
 
     def settle(self, request: Request, pulled: Pulled) -> None:

@@ -25,7 +25,7 @@ class Pull:
     """Find the longest prefix in the store and copy what the device lacks of it.
 
     `tokens` (u32 LE) and `keys` (joined) cover the first `limit` tokens. Of no use unless more than
-    `device_hit` tokens come out of it.
+    `device_hit` tokens come out of it. `tenant` is who asks.
     """
 
     request: Hashable
@@ -35,6 +35,7 @@ class Pull:
     limit: int
     device_hit: int
     rooms: tuple[GroupRoom, ...]
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,8 +99,9 @@ class Puller:
         self._counters.add("lookups")
         async with asyncio.timeout(deadline_ms / 1000 + GRACE_S):
             return await self._client.lookup(
-                namespace_id, pull.root, pull.tokens, pull.keys, limit=pull.limit, deadline_ms=deadline_ms
-            )
+                namespace_id, pull.root, pull.tokens, pull.keys, limit=pull.limit, deadline_ms=deadline_ms,
+                tenant=pull.tenant,
+            )  # fmt: skip
 
     async def _copy_found(self, pull: Pull, found: Found) -> Pulled | None:
         """None: something was damaged, ask again."""

@@ -103,7 +103,15 @@ class FakeStoreClient:
         return namespace.id
 
     async def lookup(
-        self, namespace_id: bytes, root: bytes, tokens: bytes, keys: bytes, *, limit: int, deadline_ms: int
+        self,
+        namespace_id: bytes,
+        root: bytes,
+        tokens: bytes,
+        keys: bytes,
+        *,
+        limit: int,
+        deadline_ms: int,
+        tenant: str = "",
     ) -> Found:
         self._check()
         self.store.lookups += 1

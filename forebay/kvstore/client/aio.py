@@ -28,6 +28,7 @@ from forebay.kvstore.protocol import (
     Explain,
     Explained,
     Extents,
+    Foreseen,
     Found,
     GetExtents,
     GetStats,
@@ -42,6 +43,7 @@ from forebay.kvstore.protocol import (
     Slot,
     Stats,
     Welcome,
+    WhatIf,
     Written,
 )
 
@@ -55,13 +57,22 @@ class AsyncStoreClient(PromiseCalls):
 
     Any call on a lost connection raises StoreUnavailable; `connect` may then be called again. After that
     all leases and reservations from before are gone, and views into the old mapping must not be written.
-    Clients that are given the same `group` (16 bytes or so that nobody else guesses) share leases.
+    Clients that are given the same `group` (16 bytes or so that nobody else guesses) share leases. One that is given a
+    `tenant` ("" too) can only list, explain and count what that tenant has, and maps no memory.
     """
 
-    def __init__(self, address: str, *, kind: str = "worker", timeout_s: float = 5.0, group: bytes = b"") -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        kind: str = "worker",
+        timeout_s: float = 5.0,
+        group: bytes = b"",
+        tenant: str | None = None,
+    ) -> None:
         self._path = socket_path(address)
         self._timeout_s = timeout_s
-        self._session = Session(kind, group)
+        self._session = Session(kind, group, tenant)
         self._socket: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: dict[int, asyncio.Future[tuple[Reply, list[int]]]] = {}
@@ -91,7 +102,8 @@ class AsyncStoreClient(PromiseCalls):
             hello = self._session.hello()
             welcome, descriptors = await asyncio.wait_for(self._ask(hello.rid, hello), self._timeout_s)
             self._session.welcome(expect(welcome, Welcome), descriptors)
-            await self.map_extents()
+            if self._session.tenant is None:
+                await self.map_extents()
         except TimeoutError as error:
             await self.close()
             raise StoreUnavailable(f"the store on {self._path} doesn't answer; is it hung?") from error
@@ -133,18 +145,19 @@ class AsyncStoreClient(PromiseCalls):
         deadline_ms: int,
         extra: bytes = b"",
         lease_ms: int = 0,
+        tenant: str = "",
     ) -> Found:
         """Find and pin the longest prefix of `tokens` (u32 LE) that the store can serve.
 
         `keys` are `identity.chunk_keys` of the tokens. The pins end with `release`, after `lease_ms` (0: what is
-        usual) at the latest.
+        usual) at the latest. `tenant` is for whom.
         """
         rid = self._session.rid()
         found = await self._call(
             rid,
             Lookup(
                 rid=rid, namespace=namespace_id, root=root, tokens=tokens, keys=keys, limit=limit,
-                deadline_ms=deadline_ms, extra=extra, lease_ms=lease_ms,
+                deadline_ms=deadline_ms, extra=extra, lease_ms=lease_ms, tenant=tenant,
             ),
             Found,
         )  # fmt: skip
@@ -199,6 +212,11 @@ class AsyncStoreClient(PromiseCalls):
         """Present figures."""
         rid = self._session.rid()
         return await self._call(rid, GetStats(rid=rid), Stats)
+
+    async def what_if(self, budget: int) -> Foreseen:
+        """What each tenant's hit rate would be if the pool had `budget` bytes."""
+        rid = self._session.rid()
+        return await self._call(rid, WhatIf(rid=rid, budget=budget), Foreseen)
 
     async def list_chunks(self, *, cursor: int = 0, limit: int = 500, namespace: bytes = b"") -> Rows:
         """One page of what is held."""

@@ -21,10 +21,11 @@ R = TypeVar("R")
 class Session:
     """State of one client across reconnects. `client` stays the same, so that the store knows that what it
     wrote before is no longer being written; `lock` says to everyone that this process is alive. Clients of one
-    `group` may join each other's leases."""
+    `group` may join each other's leases. With a `tenant` it is a view of what that tenant has."""
 
     kind: str
     group: bytes = b""
+    tenant: str | None = None
     client: bytes = field(default_factory=lambda: os.urandom(CLIENT_ID_BYTES))
     boot: bytes = b""
     pool: PoolMap = field(default_factory=PoolMap)
@@ -39,7 +40,7 @@ class Session:
     def hello(self) -> Hello:
         """The first message of a connection. Whoever sends it writes nothing any more under an older one."""
         self.forget_pool()
-        return Hello(rid=self.rid(), client=self.client, kind=self.kind, group=self.group)
+        return Hello(rid=self.rid(), client=self.client, kind=self.kind, group=self.group, tenant=self.tenant)
 
     def welcome(self, message: Welcome, descriptors: list[int]) -> None:
         """Digest the store's answer to Hello."""

@@ -15,6 +15,7 @@ from forebay.kvstore.protocol import (
     Cleared,
     Committed,
     Explained,
+    Foreseen,
     Found,
     Joined,
     Kept,
@@ -36,8 +37,16 @@ class StoreClient:
             print(store.stats().values["host.chunks"])
     """
 
-    def __init__(self, address: str, *, kind: str = "tool", timeout_s: float = 5.0, group: bytes = b"") -> None:
-        self._client = AsyncStoreClient(address, kind=kind, timeout_s=timeout_s, group=group)
+    def __init__(
+        self,
+        address: str,
+        *,
+        kind: str = "tool",
+        timeout_s: float = 5.0,
+        group: bytes = b"",
+        tenant: str | None = None,
+    ) -> None:
+        self._client = AsyncStoreClient(address, kind=kind, timeout_s=timeout_s, group=group, tenant=tenant)
         self._loop = asyncio.new_event_loop()
 
     def __enter__(self) -> StoreClient:
@@ -83,11 +92,20 @@ class StoreClient:
         deadline_ms: int = 0,
         extra: bytes = b"",
         lease_ms: int = 0,
+        tenant: str = "",
     ) -> Found:
         """As AsyncStoreClient.lookup."""
         return self._run(
             self._client.lookup(
-                namespace_id, root, tokens, keys, limit=limit, deadline_ms=deadline_ms, extra=extra, lease_ms=lease_ms
+                namespace_id,
+                root,
+                tokens,
+                keys,
+                limit=limit,
+                deadline_ms=deadline_ms,
+                extra=extra,
+                lease_ms=lease_ms,
+                tenant=tenant,
             )
         )
 
@@ -154,6 +172,10 @@ class StoreClient:
     def stats(self) -> Stats:
         """Present figures."""
         return self._run(self._client.stats())
+
+    def what_if(self, budget: int) -> Foreseen:
+        """As AsyncStoreClient.what_if."""
+        return self._run(self._client.what_if(budget))
 
     def list_chunks(self, *, cursor: int = 0, limit: int = 500, namespace: bytes = b"") -> Rows:
         """One page of what is held."""
