@@ -20,7 +20,7 @@ from forebay.config import Setting, add_settings, at_least, boolean, hexadecimal
 from forebay.errors import NotWritable
 from forebay.kvstore.client import StoreClient
 
-COLUMNS = ("namespace", "group", "tokens", "key", "bytes", "state", "pins", "tiers", "tenant")
+COLUMNS = ("namespace", "group", "tokens", "key", "bytes", "state", "pins", "tiers", "tenant", "kept")
 PAGE = 500
 
 SETTINGS = (
@@ -59,6 +59,8 @@ def _cell(line: dict[str, Any], column: str) -> str:
         return str(line[column])[:16]
     if column == "tokens":
         return f"[{line['start']}, {line['end']})"
+    if column == "kept":
+        return ", ".join(f"{k['kind']} by {k['by'] or '-'} for {k['seconds']:.0f} s" for k in line["kept"])
     return bytes_text(line["bytes"]) if column == "bytes" else str(line[column])
 
 
@@ -73,6 +75,7 @@ def _store(socket: Path) -> Iterator[dict[str, Any]]:
                     "parent": row.parent.hex(), "start": row.start, "end": row.start + row.tokens,
                     "bytes": row.payload, "state": row.state, "pins": row.pins,
                     "tiers": "+".join(["host", *row.tiers]), "tenant": row.tenant,
+                    "kept": [{"kind": kept.kind, "by": kept.by, "seconds": kept.seconds} for kept in row.kept],
                 }  # fmt: skip
             cursor = page.cursor
             if not cursor:
@@ -90,5 +93,5 @@ def _files(folder: Path) -> Iterator[dict[str, Any]]:
             "namespace": header.namespace.hex(), "group": header.group, "key": header.key.hex(),
             "parent": header.parent.hex(), "start": header.start, "end": header.start + header.token_count,
             "bytes": header.payload_length, "state": "file", "pins": 0, "tiers": "fs", "tenant": header.tenant,
-            "path": found.path,
+            "kept": [], "path": found.path,
         }  # fmt: skip

@@ -27,6 +27,9 @@ COMMANDS = {
     "stat": "what a store holds and does",
     "ls": "the chunks that a store or a directory holds",
     "fsck": "check every byte of a store's memory and files",
+    "pin": "keep a prompt's chunks in memory for a while",
+    "touch": "count a prompt's chunks as just used",
+    "clear": "forget a namespace, a tenant, or what begins with a prefix",
     "explain": "how long a prefix of a prompt each tier has, and why it ends there",
 }
 INTERRUPTED = 130

@@ -49,7 +49,7 @@ def as_json(stats: Stats) -> str:
     return json.dumps(
         {
             "boot": stats.boot.hex(), "pid": stats.pid, "values": stats.values, "info": stats.info,
-            "namespaces": stats.namespaces, "tiers": stats.tiers,
+            "namespaces": stats.namespaces, "tiers": stats.tiers, "pins": stats.pins,
         }
     )  # fmt: skip
 
@@ -71,6 +71,12 @@ def as_text(stats: Stats) -> str:
             for ns in stats.namespaces
         ]
         parts += ["", table(("namespace", *columns[1:]), rows, right=(2, 3, 4))]
+    if stats.pins:
+        rows = [
+            [pin["kind"], pin["by"] or "-", pin["chunks"], bytes_text(float(pin["bytes"])), pin["until"]]
+            for pin in stats.pins
+        ]
+        parts += ["", table(("kept", "by", "chunks", "bytes", "until"), rows, right=(2, 3))]
     rows = [[name, figure(name, value)] for name, value in sorted(values.items())]
     parts += ["", table(("figure", "value"), rows, right=(1,))]
     return "\n".join(parts)

@@ -15,6 +15,7 @@ from forebay.errors import CorruptChunk
 from forebay.kvstore.header import ChunkHeader
 from forebay.tiers.base import (
     ChunkId,
+    ClearScope,
     JobResult,
     LoadJob,
     LookupResult,
@@ -46,6 +47,10 @@ class _Held:
     @property
     def length(self) -> int:
         return len(self.block) + len(self.payload)
+
+
+def _covers(scope: ClearScope, header: ChunkHeader) -> bool:
+    return scope.namespace in (b"", header.namespace) and scope.tenant in (None, header.tenant)
 
 
 class MemoryTier(SecondaryTier):
@@ -152,6 +157,40 @@ class MemoryTier(SecondaryTier):
         doomed = [c for c, held in self._chunks.items() if not namespace or held.header.namespace == namespace]
         self.forget(doomed, "cleared")
         return len(doomed)
+
+    def clear_scope(self, scope: ClearScope) -> int:
+        if scope.parent:
+            return self._clear_below(scope, self._beginning(scope)) + self._clear_orphans(scope)
+        doomed = [chunk for chunk, held in self._chunks.items() if _covers(scope, held.header)]
+        self.forget(doomed, "cleared")
+        return len(doomed)
+
+    def _beginning(self, scope: ClearScope) -> list[ChunkId]:
+        """Chunks that follow the scope's parent and begin with its tokens."""
+        children = [c for g in range(scope.groups) for c in self._children.get(ChunkId(g, scope.parent), ())]
+        headers = ((child, self._chunks[child].header) for child in children)
+        return [c for c, header in headers if header.tokens.startswith(scope.tokens) and header.extra == scope.extra]
+
+    def _clear_below(self, scope: ClearScope, chunks: list[ChunkId]) -> int:
+        count = 0
+        while chunks:
+            chunk = chunks.pop()
+            if chunk in self._chunks and _covers(scope, self._chunks[chunk].header):
+                self._remove(chunk, "cleared")
+                count += 1
+                chunks += [c for g in range(scope.groups) for c in self._children.get(ChunkId(g, chunk.key), ())]
+        return count
+
+    def _clear_orphans(self, scope: ClearScope) -> int:
+        """Nothing tells what a chunk without its parent goes on from: it has to go as well."""
+        count = 0
+        for chunk in list(self._chunks):
+            held = self._chunks.get(chunk)
+            if held is None or held.header.start <= scope.start:
+                continue
+            if not any(ChunkId(g, held.header.parent) in self._chunks for g in range(scope.groups)):
+                count += self._clear_below(scope, [chunk])
+        return count
 
     def _remove(self, chunk: ChunkId, reason: str) -> None:
         held = self._chunks.pop(chunk, None)

@@ -12,7 +12,7 @@ import pytest
 
 from forebay.kvstore.header import SlotState, decode_header, slot_generation, slot_state
 from forebay.kvstore.identity import pack_tokens
-from forebay.tiers.base import LoadJob, Query, StoreJob
+from forebay.tiers.base import ClearScope, LoadJob, Query, StoreJob
 from tests.tiers.support import Driver, Made, make_chunk, numbered
 
 QUOTA = 1 << 20
@@ -205,6 +205,33 @@ class TierConformance:
             assert driver.serves(chunk)
             driver.engine.clear(b"")
             assert not driver.serves(chunk)
+
+    # A tier that can't tell what a scope covers answers None, and has removed nothing.
+
+    def test_clearing_a_tenant_leaves_the_others(self, driver: Driver) -> None:
+        ours = [numbered(i, tenant="acme") for i in range(3)]
+        others = [numbered(8, tenant="other"), numbered(9), numbered(10, tenant="acme", namespace=b"o" * 32)]
+        for chunk in (*ours, *others):
+            driver.store(chunk)
+        count = driver.engine.clear_scope(ClearScope(ours[0].header.namespace, "acme"))
+        assert [driver.serves(chunk) for chunk in ours] == [count is None] * 3 and count in (3, None)
+        assert all(driver.serves(chunk) for chunk in others)
+
+    def test_clearing_behind_a_prefix_takes_what_goes_on_from_it_in_all_groups(self, driver: Driver) -> None:
+        shared = make_chunk(range(32))
+        one = [make_chunk([1] * 32, parent=shared.header.key, start=32, group=g) for g in (0, 1)]
+        deep = make_chunk([5] * 32, parent=one[0].header.key, start=64)
+        deep_tail = make_chunk([5] * 16, parent=one[1].header.key, start=64, group=1)
+        orphan = make_chunk([6] * 32, parent=b"gone" * 8, start=64)
+        two = make_chunk([2] * 32, parent=shared.header.key, start=32)
+        below, kept = [*one, deep, deep_tail, orphan], [shared, two]
+        for chunk in (*below, *kept):
+            driver.store(chunk)
+        scope = ClearScope(shared.header.namespace, None, 2, shared.header.key, 32, pack_tokens([1] * 16))
+        count = driver.engine.clear_scope(scope)
+        assert count in (len(below), None)
+        assert [driver.serves(chunk) for chunk in below] == [count is None] * len(below)
+        assert all(driver.serves(chunk) for chunk in kept)
 
     # --- the quota -------------------------------------------------------------------------------------
 

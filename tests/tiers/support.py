@@ -15,6 +15,7 @@ from forebay.kvstore.header import ChunkHeader, SlotState, encode_header, granul
 from forebay.kvstore.identity import MATCH_UNIT, chain, pack_tokens
 from forebay.tiers.base import (
     ChunkId,
+    ClearScope,
     JobResult,
     LoadJob,
     LookupResult,
@@ -65,6 +66,7 @@ def make_chunk(
     namespace: bytes = NAMESPACE,
     start: int = 0,
     seed: int | None = None,
+    tenant: str = "",
 ) -> Made:
     """A chunk of these tokens, its payload random but the same for the same arguments."""
     packed = pack_tokens(tokens)
@@ -72,7 +74,7 @@ def make_chunk(
     size = len(tokens) // MATCH_UNIT * granule
     payload = random.Random(f"{key.hex()} {group} {seed}").randbytes(size)
     sums = granule_checksums(memoryview(payload), granule)
-    return Made(ChunkHeader(namespace, group, key, parent, start, packed, "", b"", size, sums), payload)
+    return Made(ChunkHeader(namespace, group, key, parent, start, packed, tenant, b"", size, sums), payload)
 
 
 def numbered(number: int, **arguments: Any) -> Made:
@@ -127,6 +129,8 @@ class Engine(Protocol):
     def lookup_once(self, queries: Sequence[Query]) -> list[LookupResult]: ...
     def forget(self, chunks: Sequence[ChunkId], reason: str) -> None: ...
     def clear(self, namespace: bytes) -> int | None: ...
+
+    def clear_scope(self, scope: ClearScope) -> int | None: ...
     def stats(self) -> TierStats: ...
     def pump(self, results: list[JobResult], changes: list[TierChange]) -> None: ...
     def close(self) -> None: ...
@@ -238,6 +242,9 @@ class InProcess:
     def clear(self, namespace: bytes) -> int | None:
         return self.tier.clear(namespace)
 
+    def clear_scope(self, scope: ClearScope) -> int | None:
+        return self.tier.clear_scope(scope)
+
     def stats(self) -> TierStats:
         return self.tier.statistics()
 
@@ -292,6 +299,9 @@ class OwnProcess:
 
     def clear(self, namespace: bytes) -> int | None:
         return self._run(self.host.clear(namespace))
+
+    def clear_scope(self, scope: ClearScope) -> int | None:
+        return self._run(self.host.clear_scope(scope))
 
     def stats(self) -> TierStats:
         return self._run(self.host.stats())

@@ -12,6 +12,7 @@ manifest isn't trusted (see `state`). LMDB takes one writer at a time; every wri
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,12 +22,14 @@ from pathlib import Path
 import lmdb
 
 from forebay.kvstore.identity import KEY_BYTES, chain
-from forebay.tiers.base import ChunkId
+from forebay.tiers.base import ChunkId, ClearScope
 from forebay.tiers.chunks import UNIT_BYTES
 
-_RECORD = struct.Struct("<32s32s8sQIIQQQB")
+_RECORD = struct.Struct("<32s32s8s8sQIIQQQB")
 _NAMESPACE = slice(32, 64)
-_DISK_AT = 32 + 32 + 8 + 8 + 4 + 4 + 8
+_TENANT = slice(72, 80)
+_START_AT = 80
+_DISK_AT = _START_AT + 8 + 4 + 4 + 8
 _TAIL = struct.Struct("<QB")
 _ORDER = struct.Struct(">BQ")
 _U64 = struct.Struct("<Q")
@@ -43,7 +46,7 @@ BROKEN = (
 @dataclass(frozen=True, slots=True)
 class Record:
     """One stored chunk. `unit` is `first_unit` of its tokens, `header` and `length` are the file's, `disk` is
-    what it takes; `stamp` orders by use and is the manifest's to give."""
+    what it takes; `stamp` orders by use and is the manifest's to give. `tenant` is `tenant_digest` of whose it is."""
 
     parent: bytes
     namespace: bytes
@@ -55,6 +58,7 @@ class Record:
     disk: int
     stamp: int = 0
     cold: bool = False
+    tenant: bytes = bytes(8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,11 @@ def first_unit(parent: bytes, tokens: bytes, extra: bytes) -> bytes:
     return chain(parent, tokens[:UNIT_BYTES], extra)[0][:UNIT_DIGEST_BYTES]
 
 
+def tenant_digest(tenant: str) -> bytes:
+    """What a record has of a tenant's name."""
+    return hashlib.sha256(tenant.encode()).digest()[:8]
+
+
 def _data(value: bytes | memoryview | None) -> bytes:
     """What a transaction without `buffers` returned for something that is there."""
     assert isinstance(value, bytes)
@@ -98,14 +107,14 @@ def _reason(data: bytes) -> str:
 
 
 def _decode(data: bytes) -> Record:
-    parent, namespace, unit, start, tokens, header, length, disk, stamp, flags = _RECORD.unpack(data)
-    return Record(parent, namespace, unit, start, tokens, header, length, disk, stamp, bool(flags & 1))
+    parent, namespace, unit, tenant, start, tokens, header, length, disk, stamp, flags = _RECORD.unpack(data)
+    return Record(parent, namespace, unit, start, tokens, header, length, disk, stamp, bool(flags & 1), tenant)
 
 
 def _encode(record: Record) -> bytes:
     return _RECORD.pack(
-        record.parent, record.namespace, record.unit, record.start, record.tokens, record.header, record.length,
-        record.disk, record.stamp, int(record.cold),
+        record.parent, record.namespace, record.unit, record.tenant, record.start, record.tokens, record.header,
+        record.length, record.disk, record.stamp, int(record.cold),
     )  # fmt: skip
 
 
@@ -326,6 +335,71 @@ class Manifest:
                 if not namespace or data[_NAMESPACE] == namespace
             ]
             return [gone for chunk in chunks if (gone := self._leave(txn, chunk, reason)) is not None]
+
+    def leave_scope(self, scope: ClearScope, reason: str) -> list[Leaving]:
+        """Take at least what a scope covers out of sight, in one transaction.
+
+        Behind a prefix, chunks of its namespace whose parents are gone leave as well (nothing tells what they go on
+        from), and those that differ from the prefix only behind the first unit of its open chunk.
+        """
+        with self._env.begin(write=True) as txn:
+            if not scope.parent:
+                chunks = list(self._covered(txn, scope, 0))
+                return [left for chunk in chunks if (left := self._leave(txn, chunk, reason)) is not None]
+            unit = first_unit(scope.parent, scope.tokens, scope.extra) if scope.tokens else b""
+            gone = self._leave_below(txn, scope, self._children_of(txn, scope, scope.parent, unit), reason)
+            for chunk in list(self._covered(txn, scope, scope.start + 1)):
+                parent = self._parent_of(txn, chunk)
+                if parent is not None and not any(
+                    txn.get(parent + bytes([g]), db=self.chunks) for g in range(scope.groups)
+                ):
+                    gone += self._leave_below(txn, scope, [chunk], reason)
+            return gone
+
+    def _covered(self, txn: lmdb.Transaction, scope: ClearScope, start: int) -> Iterator[ChunkId]:
+        """Chunks of the scope's namespace and tenant that don't begin before `start`."""
+        tenant = tenant_digest(scope.tenant) if scope.tenant is not None else None
+        for key, value in txn.cursor(db=self.chunks):
+            data = _data(value)
+            if (
+                (not scope.namespace or data[_NAMESPACE] == scope.namespace)
+                and (tenant is None or data[_TENANT] == tenant)
+                and _U64.unpack_from(data, _START_AT)[0] >= start
+            ):
+                yield _unpack(_data(key))
+
+    def _parent_of(self, txn: lmdb.Transaction, chunk: ChunkId) -> bytes | None:
+        data = txn.get(_pack(chunk), db=self.chunks)
+        return None if data is None else _data(data)[:KEY_BYTES]
+
+    def _children_of(self, txn: lmdb.Transaction, scope: ClearScope, parent: bytes, unit: bytes) -> list[ChunkId]:
+        return [
+            ChunkId(group, _data(value)[UNIT_DIGEST_BYTES:])
+            for group in range(scope.groups)
+            for value in self._values(txn, parent + bytes([group]))
+            if value.startswith(unit)
+        ]
+
+    def _values(self, txn: lmdb.Transaction, key: bytes) -> list[bytes]:
+        with txn.cursor(db=self.children) as cursor:
+            return [_data(value) for value in cursor.iternext_dup()] if cursor.set_key(key) else []
+
+    def _leave_below(
+        self, txn: lmdb.Transaction, scope: ClearScope, chunks: list[ChunkId], reason: str
+    ) -> list[Leaving]:
+        """These chunks and all that go on from them leave, as far as they are the scope's tenant's."""
+        tenant = tenant_digest(scope.tenant) if scope.tenant is not None else None
+        gone: list[Leaving] = []
+        while chunks:
+            chunk = chunks.pop()
+            data = txn.get(_pack(chunk), db=self.chunks)
+            if data is None or (tenant is not None and _data(data)[_TENANT] != tenant):
+                continue
+            left = self._leave(txn, chunk, reason)
+            assert left is not None
+            gone.append(left)
+            chunks += self._children_of(txn, scope, chunk.key, b"")
+        return gone
 
     def list_leaving(self, limit: int, after: ChunkId | None = None) -> list[Leaving]:
         """At most `limit` chunks whose files are to be unlinked, in key order, behind `after`."""

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 
 from forebay.errors import CorruptChunk
 from forebay.kvstore.header import ChunkHeader
-from forebay.tiers.base import ChunkId, TierChange
+from forebay.tiers.base import ChunkId, ClearScope, TierChange
 from forebay.tiers.chunks import header_block
 from forebay.tiers.fs.complaints import complain
 from forebay.tiers.fs.device import Device, TempFile
 from forebay.tiers.fs.inspect import Front, front_of
 from forebay.tiers.fs.ledger import Ledger
-from forebay.tiers.fs.manifest import Leaving, Manifest, Record, first_unit
+from forebay.tiers.fs.manifest import Leaving, Manifest, Record, first_unit, tenant_digest
 from forebay.tiers.fs.outbox import Outbox
 from forebay.tiers.fs.quarantine import Quarantine
 
@@ -36,6 +36,7 @@ def record_of(header: ChunkHeader, block_length: int, disk: int, *, cold: bool) 
         parent=header.parent, namespace=header.namespace, start=header.start,
         unit=first_unit(header.parent, header.tokens, header.extra), tokens=header.token_count,
         header=block_length, length=block_length + header.payload_length, disk=disk, cold=cold,
+        tenant=tenant_digest(header.tenant),
     )  # fmt: skip
 
 
@@ -195,6 +196,12 @@ class Shelf:
     def remove_namespace(self, namespace: bytes) -> int:
         """Take a namespace's chunks (all, if empty) out of sight; how many. Doesn't wait for the disk."""
         gone = self.manifest.leave_namespace(namespace, "cleared")
+        self._now_leaving(gone)
+        return len(gone)
+
+    def remove_scope(self, scope: ClearScope) -> int:
+        """Take what a scope covers out of sight; how many chunks. Doesn't wait for the disk."""
+        gone = self.manifest.leave_scope(scope, "cleared")
         self._now_leaving(gone)
         return len(gone)
 

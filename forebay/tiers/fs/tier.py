@@ -20,6 +20,7 @@ import lmdb
 from forebay.errors import NoSpace
 from forebay.tiers.base import (
     ChunkId,
+    ClearScope,
     JobResult,
     LoadJob,
     LookupResult,
@@ -208,6 +209,12 @@ class FsTier(SecondaryTier):
     def clear(self, namespace: bytes) -> int:
         with self._noting_errors():
             count = self._shelf.remove_namespace(namespace)
+        self._keeper.kick()
+        return count
+
+    def clear_scope(self, scope: ClearScope) -> int:
+        with self._noting_errors():
+            count = self._shelf.remove_scope(scope)
         self._keeper.kick()
         return count
 
