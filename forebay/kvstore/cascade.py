@@ -15,6 +15,7 @@ from forebay.kvstore.clearing import Scope
 from forebay.kvstore.core import StoreCore
 from forebay.kvstore.entry import Entry
 from forebay.kvstore.header import ChunkHeader, SlotState, decode_header, header_bytes
+from forebay.kvstore.layout import granule_count
 from forebay.kvstore.lookup import Promotion
 from forebay.tiers.base import ChunkId, JobResult, LoadJob, StoreJob
 
@@ -132,10 +133,12 @@ class Cascade:
             header = decode_header(result.header)
         except CorruptChunk:
             return None
+        group = self._core.namespaces[entry.namespace].groups[entry.group]
         same = (
             (header.namespace, header.group, header.key, header.parent, header.start, header.end)
             == (entry.namespace, entry.group, entry.key, entry.parent, entry.start, entry.end)
             and header.payload_length == entry.payload_length
+            and len(header.checksums) == 8 * granule_count(group, header.token_count)
             and header_bytes(header.token_count, len(header.extra)) == entry.payload_offset - entry.slot.offset
         )
         return header if same else None

@@ -27,9 +27,9 @@ from forebay.kvstore.deadlines import Deadlines
 from forebay.kvstore.entry import Entry, EntryId, SlotRef
 from forebay.kvstore.facts import Counters, HostFact, PoolMemory
 from forebay.kvstore.header import ChunkHeader, SlotState, encode_header, header_bytes
-from forebay.kvstore.identity import MATCH_UNIT, Namespace
+from forebay.kvstore.identity import Namespace
 from forebay.kvstore.index import ChunkTable
-from forebay.kvstore.layout import needed_from, payload_bytes
+from forebay.kvstore.layout import extends, granule_count, needed_from, payload_bytes
 from forebay.kvstore.leases import Client, Hold, Leases, Reservation
 from forebay.kvstore.limits import Limits
 from forebay.kvstore.namespaces import NamespaceUse
@@ -169,7 +169,8 @@ class StoreCore:
         known = self.table.get(chunk.group, chunk.key)
         if known is not None and known.state is not SlotState.COMMITTED:
             return Slot("busy")
-        known = known or self._covering(chunk)
+        if known is None and extends(namespace.groups[chunk.group]):
+            known = self._covering(chunk)
         if known is not None:
             self.retain(known, tenant, retain_s)
             return Slot("exists")
@@ -254,7 +255,8 @@ class StoreCore:
             written = entry.header()
         except CorruptChunk:  # whoever wrote the chunk has written over its header too
             written = None
-        if written is None or len(checksums) != 8 * (entry.token_count // MATCH_UNIT):
+        group = self.namespaces[entry.namespace].groups[entry.group]
+        if written is None or len(checksums) != 8 * granule_count(group, entry.token_count):
             self._discard(entry)
             return None
         self._publish(entry, _header_of(entry, written.tokens, written.extra, checksums))
@@ -292,6 +294,8 @@ class StoreCore:
             self._tell(HostFact(True, entry))
 
     def _supersede_shorter(self, entry: Entry, header: ChunkHeader) -> None:
+        if not extends(self.namespaces[entry.namespace].groups[entry.group]):
+            return
         # A hard pin names one chunk within a budget: it stays, whatever else has come.
         siblings = self.table.shorter(entry, header.tokens, header.extra)
         shorter = [child for child in siblings if not self.pins.is_hard(child)]

@@ -44,8 +44,8 @@ class SlotState(IntEnum):
 class ChunkHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What a chunk says of itself.
 
-    `tokens` are its token ids as u32 LE, `checksums` one xxh3_64 (u64 LE) a granule, `owner` in a reserved
-    slot the id of the client or tier that may write into it.
+    `tokens` are its token ids as u32 LE, `checksums` one xxh3_64 (u64 LE) a granule (a recurrent state is one
+    granule), `owner` in a reserved slot the id of the client or tier that may write into it.
     """
 
     namespace: bytes
@@ -69,6 +69,11 @@ class ChunkHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     def end(self) -> int:
         """Absolute position after the chunk's last token."""
         return self.start + self.token_count
+
+    @property
+    def granule_bytes(self) -> int:
+        """Bytes that one checksum covers. There are checksums, so the chunk is written."""
+        return self.payload_length // (len(self.checksums) // 8)
 
     def token_ids(self) -> tuple[int, ...]:
         return unpack_tokens(self.tokens)
@@ -125,10 +130,11 @@ def _inconsistency(header: ChunkHeader) -> str | None:
         return "a key has not 32 bytes"
     if not header.tokens or len(header.tokens) % (4 * MATCH_UNIT) or header.start % MATCH_UNIT:
         return f"tokens [{header.start}, {header.end}) are no whole units"
-    if header.payload_length <= 0 or header.payload_length % (header.token_count // MATCH_UNIT):
-        return f"payload of {header.payload_length} bytes doesn't divide into its units"
-    if header.checksums and len(header.checksums) != 8 * (header.token_count // MATCH_UNIT):
+    granules, rest = divmod(len(header.checksums), 8)
+    if rest or granules not in (0, 1, header.token_count // MATCH_UNIT):
         return "not one checksum a granule"
+    if header.payload_length <= 0 or header.payload_length % max(granules, 1):
+        return f"payload of {header.payload_length} bytes doesn't divide into its granules"
     return None
 
 

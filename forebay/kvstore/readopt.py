@@ -24,8 +24,7 @@ from forebay.kvstore.header import (
     slot_generation,
     slot_state,
 )
-from forebay.kvstore.identity import MATCH_UNIT
-from forebay.kvstore.layout import payload_bytes
+from forebay.kvstore.layout import granule_count, payload_bytes
 
 
 @dataclass
@@ -98,9 +97,11 @@ def _belongs(core: StoreCore, header: ChunkHeader, room: int) -> bool:
     namespace = core.namespaces.get(header.namespace)
     if namespace is None or not header.checksums or header.group >= len(namespace.groups):
         return False
-    expected = payload_bytes(namespace.groups[header.group], header.token_count)
+    group = namespace.groups[header.group]
+    expected = payload_bytes(group, header.token_count)
     return (
         header.payload_length == expected
+        and len(header.checksums) == 8 * granule_count(group, header.token_count)
         and header_bytes(header.token_count, len(header.extra)) + expected <= room
         and core.table.get(header.group, header.key) is None
     )
@@ -119,10 +120,9 @@ def _entry(core: StoreCore, header: ChunkHeader, slot: SlotRef, memory: memoryvi
 def is_intact(pool: PoolFiles, entry: Entry) -> bool:
     """Read the whole chunk and compare its checksums. The caller has it pinned; may run on any thread."""
     try:
-        checksums = entry.header().checksums
+        header = entry.header()
     except CorruptChunk:
         return False
     view = pool.views[entry.slot.extent]
     payload = view[entry.payload_offset : entry.payload_offset + entry.payload_length]
-    granule = entry.payload_length // (entry.token_count // MATCH_UNIT)
-    return first_bad_granule(payload, granule, checksums) is None
+    return first_bad_granule(payload, header.granule_bytes, header.checksums) is None

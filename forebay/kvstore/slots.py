@@ -22,11 +22,12 @@ def slot_bytes_for(group: GroupGeometry, tokens: int, chunk_tokens: int, extra_l
     """Bytes of the slot for a chunk of `tokens` tokens.
 
     Four sizes a group (an eighth, a quarter, a half, a whole chunk): few enough that extents aren't
-    scattered over many sizes, close enough that a tail doesn't take a whole chunk's room.
+    scattered over many sizes, close enough that a tail doesn't take a whole chunk's room. A recurrent state takes
+    the same room whatever its chunk's length.
     """
     assert 0 < tokens <= chunk_tokens, (tokens, chunk_tokens)
     parts = [min(round_up(chunk_tokens // share, MATCH_UNIT), chunk_tokens) for share in (8, 4, 2, 1)]
-    room = next(part for part in parts if part >= tokens)
+    room = chunk_tokens if group.recurrent else next(part for part in parts if part >= tokens)
     return round_up(header_bytes(room, extra_length) + payload_bytes(group, room), ALIGNMENT)
 
 

@@ -33,7 +33,8 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
     `tokens` (u32 LE) are those of the wanted chunk; a tier that keeps a manifest of parents answers with
     the child that shares the most whole units, others answer for the exact key alone. `first` is the chain's
     key after the first unit: equal tokens aren't enough, since a chunk's `extra` is part of its key. Empty
-    stands for a chunk without `extra`.
+    stands for a chunk without `extra`. With `whole` a child serves only where all of its tokens are the query's:
+    a recurrent state is of no use before its end.
     """
 
     group: int
@@ -41,6 +42,7 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
     parent: bytes
     tokens: bytes
     first: bytes = b""
+    whole: bool = False
 
 
 class LookupResult(msgspec.Struct, frozen=True, array_like=True):

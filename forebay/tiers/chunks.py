@@ -72,7 +72,7 @@ def stored_header(block: bytes) -> ChunkHeader:
 
 def granule_bytes(header: ChunkHeader) -> int:
     """Bytes of one granule of this chunk."""
-    return header.payload_length // (header.token_count // MATCH_UNIT)
+    return header.granule_bytes
 
 
 def verify_payload(header: ChunkHeader, payload: memoryview) -> None:
@@ -106,7 +106,7 @@ def best_match(query: Query, candidates: Mapping[ChunkId, ChunkHeader]) -> Match
     """The candidate that serves the most tokens of the query; among equals the shortest, then the least key.
 
     The exact chunk always serves all of it. Others must be on the same chain: the same tokens with another
-    `extra` are another chunk.
+    `extra` are another chunk. Where the query asks for a whole chunk, its last token must be the query's too.
     """
     best: tuple[int, int, bytes] | None = None
     first = query.first or _first_key(query.parent, query.tokens, b"")
@@ -117,6 +117,8 @@ def best_match(query: Query, candidates: Mapping[ChunkId, ChunkHeader]) -> Match
         ):
             continue
         matched = header.token_count if exact else common_tokens(query.tokens, header.tokens)
+        if query.whole and matched != header.token_count:
+            continue
         rank = (-matched, header.token_count, chunk.key)
         if matched and (best is None or rank < best):
             best = rank

@@ -79,7 +79,8 @@ def test_marking_a_slot_changes_state_and_generation_and_nothing_else() -> None:
         dict(key=b"short"),
         dict(tokens=b"\0" * 60),
         dict(payload_length=1023),
-        dict(checksums=b"c" * 8),
+        dict(checksums=b"c" * 24),
+        dict(checksums=b"c" * 12),
         dict(layout_version=2),
         dict(start=8),
     ],
@@ -87,6 +88,11 @@ def test_marking_a_slot_changes_state_and_generation_and_nothing_else() -> None:
 def test_a_header_that_contradicts_itself_is_no_header(wrong: dict[str, object]) -> None:
     with pytest.raises(CorruptChunk):
         decode_header(encode_header(header(**wrong)))
+
+
+def test_a_state_has_one_checksum_whatever_its_tokens() -> None:
+    state = header(payload_length=1023, checksums=b"c" * 8)
+    assert decode_header(encode_header(state)) == state and state.granule_bytes == 1023
 
 
 def test_the_first_bad_granule_is_named() -> None:
