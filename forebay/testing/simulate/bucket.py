@@ -80,10 +80,11 @@ class BucketTier(SimTier):
 
     async def keep(self, job: StoreJob, blob: bytes) -> None:
         await self.world.sleep(self.rng.choice((0.005, 0.05)))
+        block = split_blob(blob)[1]
         known = job.chunk in self._bucket.objects
         self._bucket.put(job.chunk, blob)
         if not known:
-            self.changed(job.chunk, True, "", split_blob(blob)[1])
+            self.changed(job.chunk, True, "", block)
         if job.replaces:
             self.lost(ChunkId(job.chunk.group, job.replaces), "replaced")
 

@@ -111,7 +111,9 @@ class Chaos:
     def _node(self) -> Node:
         return self._rng.choice(self._world.nodes)
 
-    def _start_again(self, node: Node) -> None:
+    def start_again(self, node: Node) -> None:
+        """Whoever watches the node's daemon starts another soon."""
+
         def again() -> None:
             if node.running is None and not self._world.closing:
                 if self._may_rot(node) and self._rot_files(node):
@@ -125,7 +127,7 @@ class Chaos:
         if node.running is None:
             return False
         node.kill()
-        self._start_again(node)
+        self.start_again(node)
         return True
 
     def _daemon_killed_writing(self) -> bool:
@@ -136,7 +138,7 @@ class Chaos:
         daemon = node.running
         daemon.pool.die_in = self._rng.randint(1, 12)
         daemon.pool.cut_short = lambda length: self._rng.choice((0, 8, 40, length // 2, length))
-        daemon.process.at_exit.append(lambda: self._start_again(node))
+        daemon.process.at_exit.append(lambda: self.start_again(node))
         return True
 
     def _daemon_restarted(self) -> bool:
@@ -144,7 +146,7 @@ class Chaos:
         if node.running is None or not node.running.ready:
             return False
         node.stop_cleanly()
-        node.running.process.at_exit.append(lambda: self._start_again(node))
+        node.running.process.at_exit.append(lambda: self.start_again(node))
         return True
 
     def _daemon_stopped(self) -> bool:
@@ -188,7 +190,7 @@ class Chaos:
     # --- rot -------------------------------------------------------------------------------------------
 
     def _memory_rot(self) -> bool:
-        """A bit of a committed payload flips while the daemon runs."""
+        """A bit of a committed chunk flips while the daemon runs: in its payload, or in its header."""
         daemon = self._node().running
         if daemon is None or daemon.core is None:
             return False
@@ -197,7 +199,9 @@ class Chaos:
             return False
         entry = self._rng.choice(held)
         view = daemon.pool.views[entry.slot.extent]
-        view[entry.payload_offset + self._rng.randrange(entry.payload_length)] ^= 1 << self._rng.randrange(8)
+        payload = entry.payload_offset + self._rng.randrange(entry.payload_length)
+        header = entry.slot.offset + self._rng.randrange(24, 300)
+        view[self._rng.choice((payload, payload, header))] ^= 1 << self._rng.randrange(8)
         self._world.rotted = True
         return True
 

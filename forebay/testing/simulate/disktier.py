@@ -71,6 +71,7 @@ class DiskTier(SimTier):
             self.lost(ChunkId(job.chunk.group, job.replaces), "replaced")
 
     async def _write(self, job: StoreJob, blob: bytes) -> None:
+        header, block, _ = split_blob(blob)
         self._serial += 1
         temporary = f"tmp{self._serial}"
         try:
@@ -82,7 +83,6 @@ class DiskTier(SimTier):
         except OSError as error:
             self._unlink(temporary)
             raise Trouble("full" if error.errno == 28 else "io") from error
-        header, block, _ = split_blob(blob)
         if job.chunk not in self._headers:
             self._enter(job.chunk, header, block, len(blob))
 

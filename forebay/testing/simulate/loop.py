@@ -58,8 +58,15 @@ class Process:
         return self.loop.call_soon(callback, *args, context=self.context.copy())
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """A task of this process."""
-        return self.loop.create_task(work, context=self.context.copy())
+        """A task of this process. What it raises ends the run."""
+        task: asyncio.Task[T] = self.loop.create_task(work, context=self.context.copy())
+        task.add_done_callback(self._ended, context=contextvars.Context())
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, Killed):
+            self.loop.fail(error)
 
     def kill(self) -> None:
         """SIGKILL: nothing of it runs any more."""

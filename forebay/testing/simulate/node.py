@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from forebay.errors import ForebayError
 from forebay.events.sockets import Sockets
 from forebay.kvstore.announce import Announcer
 from forebay.kvstore.cascade import TierTraffic
@@ -85,7 +86,13 @@ class SimDaemon(Daemon):
 
     async def serve(self) -> None:
         """From start to a clean stop."""
-        clean = await self._with_pool(None, self.pool)
+        try:
+            clean = await self._with_pool(None, self.pool)
+        except ForebayError:
+            # A tier could not start: the command ends, and whoever watches it starts another.
+            self.node.world.count("starts_failed")
+            clean = self.node.boots == 1
+            self.process.at_exit.append(lambda: self.node.world.chaos.start_again(self.node))
         others = [task for task in self.node.world.loop.tasks_of(self.process) if task is not asyncio.current_task()]
         for task in others:
             task.cancel()
@@ -192,6 +199,11 @@ class Node:
         daemon = self.daemon
         return daemon if daemon is not None and daemon.process.alive else None
 
+    @property
+    def serving(self) -> bool:
+        """Is there a daemon that has started and isn't about to stop?"""
+        return self.running is not None and self.running.ready and not self.running._stop.is_set()
+
     def start(self) -> SimDaemon:
         """Start a daemon over whatever the last one left."""
         assert self.running is None
@@ -206,8 +218,7 @@ class Node:
         daemon = SimDaemon(config, node=self, process=process, pool=pool)
         process.at_exit.append(pool.abandon)
         self.daemon = daemon
-        task = process.spawn(daemon.serve())
-        task.add_done_callback(lambda done: self.world.daemon_ended(daemon, done))
+        process.spawn(daemon.serve())
         return daemon
 
     def kill(self) -> None:

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from forebay.kvstore.core import StoreCore
+from forebay.errors import CorruptChunk
 from forebay.kvstore.entry import Entry
-from forebay.kvstore.header import SlotState, decode_header, mark_slot
+from forebay.kvstore.header import ChunkHeader, SlotState, encode_header
 from forebay.kvstore.service import StoreService
 from forebay.testing.simulate.loop import Process
 from forebay.testing.simulate.pool import SimPool
@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from forebay.testing.simulate.world import World
 
 
-def stored_block(core: StoreCore, entry: Entry) -> bytes:
-    """The chunk's header block as tiers have it: without what belongs to its slot."""
-    block = bytearray(core.header_block(entry))
-    mark_slot(memoryview(block), SlotState.COMMITTED, 0)
-    return bytes(block)
+def readable(entry: Entry) -> ChunkHeader | None:
+    """The chunk's header, unless it has rotted in the peer's memory."""
+    try:
+        return entry.header()
+    except CorruptChunk:
+        return None
 
 
 class PeerTier(SimTier):
@@ -57,9 +58,9 @@ class PeerTier(SimTier):
             if daemon is None or daemon.service is None or daemon.process.stopped:
                 continue
             for entry in daemon.service.core.table.children(query.group, query.parent):
-                if entry.verified and entry.state is SlotState.COMMITTED:
-                    chunk = ChunkId(entry.group, entry.key)
-                    headers[chunk] = decode_header(stored_block(daemon.service.core, entry))
+                chunk = ChunkId(entry.group, entry.key)
+                if entry.verified and entry.state is SlotState.COMMITTED and (header := readable(entry)):
+                    headers[chunk] = header
                     lengths[chunk] = entry.payload_offset - entry.slot.offset + entry.payload_length
         self._known[name] = (self.world.loop.time() + 0.5, self.lied([answer(query, headers, lengths)])[0])
         self._asking.discard(name)
@@ -89,7 +90,8 @@ class PeerTier(SimTier):
             await self.world.sleep(self.rng.choice((0.0005, 0.02)))
             view = pool.views[entry.slot.extent]
             end = entry.payload_offset + entry.payload_length
-            blob = stored_block(core, entry) + bytes(view[entry.payload_offset : end])
+            if header := readable(entry):
+                blob = encode_header(header) + bytes(view[entry.payload_offset : end])
             core.unpin(entry)
         if not answer.done():
             answer.set_result(blob)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from forebay.errors import RequestRefused, StoreUnavailable
+from forebay.errors import CorruptChunk, RequestRefused, StoreUnavailable
 from forebay.kvstore.client.aio import AsyncStoreClient
 from forebay.kvstore.header import granule_checksums
 from forebay.kvstore.identity import MATCH_UNIT, Chain, Namespace, pack_tokens, root_key, tenant_salt
@@ -216,13 +216,20 @@ class Worker:
             if data is None:
                 self.world.count("reads.stale")
                 continue
-            granule = prompt.namespace.groups[chunk.group].granule_bytes
-            if self.world.plan.readers_verify and granule_checksums(memoryview(data), granule) != chunk.checksums:
+            if self.world.plan.readers_verify and not self._verified(prompt, chunk, data):
                 self.world.checks.checksum_differs(self, chunk)
                 self.client.damaged([(chunk.group, chunk.key)])
                 continue
             self.world.count("op.read")
             self.world.checks.read(prompt, found, chunk, data)
+
+    def _verified(self, prompt: Prompt, chunk: ChunkRead, data: bytes) -> bool:
+        """Do the copied bytes match what the slot's header says?"""
+        try:
+            sums = self.client.checksums(chunk)
+        except CorruptChunk:
+            return False
+        return sums == granule_checksums(memoryview(data), prompt.namespace.groups[chunk.group].granule_bytes)
 
     async def _copy_out(self, chunk: ChunkRead) -> bytes | None:
         """The chunk's bytes, copied in pieces; None if the slot was another's by the end."""

@@ -22,7 +22,7 @@ from forebay.testing.simulate.chaos import Chaos
 from forebay.testing.simulate.checks import Checks
 from forebay.testing.simulate.loop import PROCESS, Killed, Process, SimLoop
 from forebay.testing.simulate.net import Net
-from forebay.testing.simulate.node import Node, SimDaemon
+from forebay.testing.simulate.node import Node
 from forebay.testing.simulate.oracle import Oracle
 from forebay.testing.simulate.plan import Plan
 from forebay.testing.simulate.pubsub import Hub
@@ -105,12 +105,6 @@ class World:
         """Virtual time passes."""
         await asyncio.sleep(seconds)
 
-    def daemon_ended(self, daemon: SimDaemon, task: asyncio.Task[None]) -> None:
-        """A daemon's main task is over."""
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, Killed):
-            self.loop.fail(error)
-
     # --- after each step -------------------------------------------------------------------------------
 
     def _after_step(self, process: Process | None) -> None:
@@ -155,6 +149,7 @@ class World:
 
     def _settle(self) -> None:
         self.loop.run_until(self.loop.time() + 0.2)
+        self._wait("daemons to be there", lambda: all(node.serving for node in self.nodes))
         done = [worker.turns for worker in self.workers]
         self._wait("each worker's next turn", lambda: all(w.turns > n for w, n in zip(self.workers, done, strict=True)))
         self._wait("subscribers to hear everything", self._views_agree)
@@ -183,7 +178,7 @@ class World:
     def _quiet(self) -> bool:
         for node in self.nodes:
             daemon = node.running
-            if daemon is None or daemon.service is None:
+            if daemon is None or daemon.service is None or not node.serving:
                 return False
             if waiting(daemon.service):
                 return False
