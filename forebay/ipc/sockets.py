@@ -13,6 +13,7 @@ from pathlib import Path
 
 from forebay.errors import AlreadyRunning, ConfigError, NotWritable, StoreUnavailable
 
+SEND_BUFFER_BYTES = 1 << 20
 DESCRIPTORS_MAX = 64
 """Descriptors in one message; Linux allows 253."""
 
@@ -94,9 +95,15 @@ def _replace_stale(path: Path) -> None:
     raise AlreadyRunning(f"another process serves {path}; stop it first, or choose another socket")
 
 
+def widen(connection: socket.socket) -> None:
+    """Let a whole lookup of a long prompt lie in the socket at once: a sender that must wait costs two wake-ups."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+
+
 def connect(path: Path, timeout_s: float) -> socket.socket:
     """A connected socket. Raises StoreUnavailable with the remedy."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    widen(connection)
     connection.settimeout(timeout_s)
     try:
         connection.connect(str(path))

@@ -98,7 +98,7 @@ class StoreCore:
             accounts_max=self.limits.tenants,
         )  # fmt: skip
         self.chores = Chores()
-        self.leases = Leases(self.pin, self.unpin, self.chores, self.limits.leases_per_client)
+        self.leases = Leases(self.pin_all, self.unpin, self.chores, self.limits.leases_per_client)
         self.pins = Pins(self.place, self.limits, self.pin, self.unpin)
         self.reserved_bytes = 0
         self.promoting_bytes = 0
@@ -403,6 +403,12 @@ class StoreCore:
         if entry.pins == 0:
             self.place.pinned(entry)
         entry.pins += 1
+
+    def pin_all(self, entries: Sequence[Entry]) -> None:
+        """Pin many at once, each of them another: what a lookup of a long prompt does."""
+        self.place.pinned_all([entry for entry in entries if entry.pins == 0])
+        for entry in entries:
+            entry.pins += 1
 
     def unpin(self, entry: Entry) -> None:
         """One pin less. The last one makes the entry evictable, or frees it if it was retired meanwhile."""

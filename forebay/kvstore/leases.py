@@ -63,7 +63,7 @@ class Leases:
     """All leases of a store. Pins and unpins through the core; long work goes to its chores."""
 
     def __init__(
-        self, pin: Callable[[Entry], None], unpin: Callable[[Entry], None], chores: Chores, holds_max: int
+        self, pin: Callable[[Sequence[Entry]], None], unpin: Callable[[Entry], None], chores: Chores, holds_max: int
     ) -> None:
         self._pin, self._unpin, self._chores = pin, unpin, chores
         self._holds_max = holds_max
@@ -83,8 +83,7 @@ class Leases:
         assert not client.gone, "a connection that has ended is promised nothing"
         if len(client.leases) >= self._holds_max:
             return None
-        for entry in entries:
-            self._pin(entry)
+        self._pin(entries)
         hold = client.leases[lease] = Hold(lease, client, hit, list(entries), len(entries))
         hold.bucket = self.deadlines.set(hold, until)
         return hold

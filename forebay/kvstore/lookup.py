@@ -9,7 +9,7 @@ pin()        match again, pin all of it under one lease
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -19,15 +19,16 @@ from forebay.kvstore.header import SlotState, header_bytes
 from forebay.kvstore.identity import KEY_BYTES, MATCH_UNIT, Namespace, chain
 from forebay.kvstore.index import ChunkTable
 from forebay.kvstore.layout import needs_all, payload_bytes, round_down
-from forebay.kvstore.match import longest_hit, needed_positions
+from forebay.kvstore.match import Front, longest_hit, needed_positions
 from forebay.kvstore.protocol import NewChunk
 from forebay.tiers.base import LookupResult, Query
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One lookup's question. `keys` are those at the ends of the chunks of `tokens`, joined (`chunk_keys`). What it
-    finds is promised for `lease_s` (0: as usual); what tiers bring is at the expense of `tenant`."""
+    """One lookup's question. `keys` are those at the ends of the prompt's chunks, joined (`chunk_keys`); `tokens` are
+    known from `tokens_from` on, a chunk's start. What it finds is promised for `lease_s` (0: as usual); what tiers
+    bring is at the expense of `tenant`."""
 
     namespace_id: bytes
     namespace: Namespace
@@ -38,6 +39,7 @@ class Prompt:
     extra: bytes = b""
     lease_s: float = 0.0
     tenant: str = ""
+    tokens_from: int = 0
 
     @property
     def positions(self) -> int:
@@ -52,7 +54,7 @@ class Prompt:
     @property
     def whole(self) -> int:
         """Tokens in whole units."""
-        return len(self.tokens) // (4 * MATCH_UNIT) * MATCH_UNIT
+        return self.tokens_from + len(self.tokens) // (4 * MATCH_UNIT) * MATCH_UNIT
 
     def key_at(self, position: int) -> bytes:
         """Chain key at the token where a chunk of this prompt begins or ends."""
@@ -62,8 +64,13 @@ class Prompt:
     def chunk(self, group: int, position: int) -> NewChunk:
         """The fullest chunk of this prompt at a chunk position."""
         start, end = self.bounds(position)
-        tokens = self.tokens[4 * start : 4 * end]
+        tokens = self.tokens_of(start, end)
         return NewChunk(group, self.key_at(end), self.key_at(start), start, tokens, self.extra)
+
+    def tokens_of(self, start: int, end: int) -> bytes:
+        """Token ids [start, end), which must be known."""
+        assert start >= self.tokens_from, (start, self.tokens_from)
+        return self.tokens[4 * (start - self.tokens_from) : 4 * (end - self.tokens_from)]
 
     def query(self, group: int, position: int) -> Query:
         """What to ask a tier for this position."""
@@ -88,16 +95,18 @@ class Offer:
     length: int
 
 
-class HostRow(Sequence[int]):
+class HostRow(Front):
     """What host memory has of one prompt in one group: tokens by chunk position, found out when they are asked for.
 
-    Valid as long as the table doesn't change.
+    `wants` is the first position where the prompt's tokens would have told more. Valid as long as the table doesn't
+    change.
     """
 
     def __init__(self, table: ChunkTable, prompt: Prompt, group: int) -> None:
         self._table, self._prompt, self._group = table, prompt, group
         self._have: list[int | None] = [None] * prompt.positions
         self.entries: list[Entry | None] = [None] * prompt.positions
+        self.wants: int | None = None
 
     def fill_front(self) -> None:
         """Find whole chunks from the front, as far as they go: what a lookup that hits spends its time on."""
@@ -107,7 +116,7 @@ class HostRow(Sequence[int]):
             entry = by_key.get(keys[KEY_BYTES * position : KEY_BYTES * position + KEY_BYTES])
             if entry is None or entry.state is not committed or entry.token_count != size:
                 return
-            entries[position], have[position] = entry, size
+            entries[position], have[position], self.front = entry, size, position + 1
 
     def __len__(self) -> int:
         return len(self._have)
@@ -134,7 +143,10 @@ class HostRow(Sequence[int]):
         parent = prompt.key_at(start)
         if not table.has_children(group, parent):
             return None, 0
-        return table.best_child(group, parent, prompt.tokens[4 * start : 4 * end], prompt.extra)
+        if start < prompt.tokens_from:
+            self.wants = position if self.wants is None else min(position, self.wants)
+            return None, 0
+        return table.best_child(group, parent, prompt.tokens_of(start, end), prompt.extra)
 
 
 @dataclass(slots=True)
@@ -144,15 +156,50 @@ class Match:
     prompt: Prompt
     rows: list[HostRow]
     offers: dict[tuple[int, int], Offer] = field(default_factory=dict)
+    _hit: int | None = None
 
     def hit(self) -> int:
         """The longest prefix from host memory alone."""
-        return self._longest(self.rows)
+        if self._hit is None:
+            self._hit = self._longest(self.rows)
+        return self._hit
+
+    def wants(self, *, for_tiers: bool) -> int | None:
+        """From where on tokens are needed that weren't sent, to answer best; with `for_tiers`, to ask them too."""
+        prompt = self.prompt
+        if prompt.tokens_from == 0:
+            return None
+        self.hit()
+        positions = [row.wants for row in self.rows if row.wants is not None]
+        if for_tiers:
+            positions += [place[1] for place in self.missing() if place[1] * self._size < prompt.tokens_from]
+        return min(positions) * self._size if positions else None
+
+    def missing(self) -> Iterator[tuple[int, int]]:
+        """(group, position) of every place where host memory falls short of the prompt."""
+        prompt = self.prompt
+        for group, row in enumerate(self.rows):
+            for position in range(prompt.positions):
+                if row[position] < self.wanted_tokens(position, prompt.longest):
+                    yield group, position
+
+    @property
+    def _size(self) -> int:
+        return self.prompt.namespace.chunk_tokens
 
     def entry(self, group: int, position: int) -> Entry | None:
         """The host's chunk at a place, if it has any tokens of the prompt."""
         row = self.rows[group]
         return row.entries[position] if row[position] else None
+
+    def serving(self, hit: int) -> list[Entry]:
+        """The host's chunks that a hit of this length reads."""
+        namespace, found = self.prompt.namespace, []
+        for row, geometry in zip(self.rows, namespace.groups, strict=True):
+            needed = needed_positions(geometry, namespace.chunk_tokens, hit)
+            found += row.entries[needed.start : min(needed.stop, row.front)]
+            found += [row.entries[at] if row[at] else None for at in needed if at >= row.front]
+        return [entry for entry in found if entry is not None]
 
     def hit_with_offers(self, limit: int | None = None) -> int:
         """The longest prefix if every offer were taken."""
@@ -192,12 +239,7 @@ def match(core: StoreCore, prompt: Prompt) -> Match:
 
 def queries(found: Match) -> list[tuple[tuple[int, int], Query]]:
     """What to ask tiers for: every position where host memory falls short of the prompt."""
-    prompt, wanted = found.prompt, []
-    for group in range(len(prompt.namespace.groups)):
-        for position in range(prompt.positions):
-            if found.rows[group][position] < found.wanted_tokens(position, prompt.longest):
-                wanted.append(((group, position), prompt.query(group, position)))
-    return wanted
+    return [(place, found.prompt.query(*place)) for place in found.missing()]
 
 
 def offer(found: Match, tier: str, places: Sequence[tuple[int, int]], results: Sequence[LookupResult]) -> None:
@@ -292,17 +334,19 @@ def _promote(core: StoreCore, found: Match, plan: Promotions, place: tuple[int, 
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """A lookup's outcome: `entries` serve `hit` tokens and stay until the lease ends."""
+    """A lookup's outcome: `entries` serve `hit` tokens and stay until the lease ends. Or there is none yet, since
+    tokens from `wants` on are needed first."""
 
     lease: int
     hit: int
     entries: list[Entry]
+    wants: int = -1
 
 
 def pin(core: StoreCore, client: Client, found: Match) -> Pinned:
     """Pin what serves the longest hit. Nothing can be evicted between the match and this."""
     hit = found.hit()
-    entries = [entry for g, p in found.needed(hit) if (entry := found.entry(g, p)) is not None]
+    entries = found.serving(hit)
     assert all(entry.state is SlotState.COMMITTED for entry in entries)
     if len(entries) > core.limits.pins_per_lease:
         core.counters.add("store.refused_pins")

@@ -18,6 +18,12 @@ from forebay.kvstore.layout import needed_from
 Reach = Sequence[Sequence[int]]
 
 
+class Front(Sequence[int]):
+    """A group's row of which it is known that so many chunks from its `front` are whole: they needn't be asked for."""
+
+    front: int = 0
+
+
 def longest_hit(groups: Sequence[GroupGeometry], reach: Reach, chunk_tokens: int, limit: int) -> int:
     """The greatest multiple of the unit up to `limit` that all groups can serve."""
     hit = limit // 16 * 16
@@ -45,7 +51,8 @@ def _served(group: GroupGeometry, have: Sequence[int], chunk_tokens: int, hit: i
 
 
 def _contiguous(have: Sequence[int], chunk_tokens: int, hit: int) -> int:
-    for position in range(-(-hit // chunk_tokens)):
+    front = have.front if isinstance(have, Front) else 0
+    for position in range(front, -(-hit // chunk_tokens)):
         start = position * chunk_tokens
         present = have[position] if position < len(have) else 0
         if present < min(chunk_tokens, hit - start):

@@ -17,7 +17,7 @@ grow.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forebay.kvstore.entry import Entry, SlotRef
@@ -250,6 +250,15 @@ class Placement:
         """Somebody needs `entry`: it can't be evicted."""
         self.busy[entry.slot.extent] += 1
         self._account(entry).withhold(entry, kept=entry in self.kept)
+
+    def pinned_all(self, entries: Sequence[Entry]) -> None:
+        """`pinned` for many entries."""
+        busy, kept = self.busy, self.kept
+        for entry in entries:
+            busy[entry.slot.extent] += 1
+            account = entry.account
+            assert account is not None
+            account.withhold(entry, kept=entry in kept)
 
     def keep(self, entry: Entry) -> None:
         """From now on `entry` is taken only when nothing else is left. It must not be kept already."""

@@ -99,6 +99,9 @@ class Lookup(Message, frozen=True):
     token). `deadline_ms` is how long tiers may take to promote; 0 answers from memory at once. `lease_ms` is how long
     the promise is wanted at most (0: what is usual); it ends before if it is released. `tenant` is for whom: what
     tiers bring is at its expense, and counts are kept by it. It has no influence on what is found.
+
+    `tokens` may begin at a chunk start `tokens_from`: whole chunks are found by their keys alone, and a hit reads no
+    others. Should an answer depend on tokens before that, the store says so (`Found.wants`).
     """
 
     rid: int
@@ -111,6 +114,7 @@ class Lookup(Message, frozen=True):
     extra: bytes = b""
     lease_ms: int = 0
     tenant: str = ""
+    tokens_from: int = 0
 
 
 class ChunkRead(msgspec.Struct, frozen=True, array_like=True):
@@ -135,6 +139,7 @@ class Found(Message, frozen=True):
 
     `from_tier` counts the hit's tokens that a tier had to promote, by tier name. `pending` says that more
     would have come had the deadline been longer. `lease_ms` is how long the promise holds unless it is renewed (Join).
+    `wants` of 0 or more is no answer yet: ask again, with the tokens from there on.
     """
 
     rid: int
@@ -145,6 +150,7 @@ class Found(Message, frozen=True):
     from_tier: dict[str, int]
     pending: bool = False
     lease_ms: int = 0
+    wants: int = -1
 
 
 class Join(Message, frozen=True):

@@ -44,9 +44,13 @@ class Reader:
         self._checks: dict[Entry, asyncio.Task[None]] = {}
 
     def at_once(self, client: Client, prompt: Prompt, deadline_ms: int) -> Pinned | None:
-        """The whole answer, if it needs neither a tier nor a check; else None."""
+        """The whole answer, if it needs neither a tier nor a check; else None. Or which tokens it takes first."""
         found = match(self._core, prompt)
-        if deadline_ms > 0 and self._tiers and found.hit() < prompt.longest:
+        asks_tiers = deadline_ms > 0 and bool(self._tiers) and found.hit() < prompt.longest
+        wants = found.wants(for_tiers=asks_tiers)
+        if wants is not None:
+            return Pinned(0, 0, [], wants)
+        if asks_tiers:
             return None
         if self._unverified(found):
             return None
@@ -131,8 +135,7 @@ class Reader:
     # --- adopted chunks --------------------------------------------------------------------------------
 
     def _unverified(self, found: Match) -> list[Entry]:
-        entries = (found.entry(g, p) for g, p in found.needed(found.hit()))
-        return [entry for entry in entries if entry is not None and not entry.verified]
+        return [entry for entry in found.serving(found.hit()) if not entry.verified]
 
     async def _verify(self, prompt: Prompt) -> None:
         """Read what the answer would serve unread, until nothing of it is."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 
 from forebay.errors import ForebayError, ProtocolError, RequestRefused
 from forebay.ipc.framing import FrameBuffer
-from forebay.ipc.sockets import peer_of, send_with_descriptors
+from forebay.ipc.sockets import peer_of, send_with_descriptors, widen
 from forebay.kvstore.core import Client
 from forebay.kvstore.limits import Limits
 from forebay.kvstore.protocol import CLIENT_ID_BYTES, PROTOCOL_VERSION, REPLIES, REQUESTS, Hello, Refused, Request
@@ -54,6 +54,7 @@ class Connection(asyncio.Protocol):
         transport.set_write_buffer_limits(high=self._limits.reply_bytes_per_connection)
         with self._plain_socket() as plain:
             peer = peer_of(plain)
+            widen(plain)
         if not self._allowed(peer.uid):
             log.warning("refused a connection of uid %d, pid %d", peer.uid, peer.pid)
             transport.abort()

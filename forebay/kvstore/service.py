@@ -234,17 +234,22 @@ class StoreService:
             keys = chunk_keys(request.root, request.tokens, namespace.chunk_tokens, request.extra)
         lease_s, tenant = (request.lease_ms / 1000, request.tenant) if isinstance(request, Lookup) else (0.0, "")
         prompt = Prompt(
-            request.namespace, namespace, request.root, request.tokens, keys, limit, request.extra, lease_s, tenant
+            request.namespace, namespace, request.root, request.tokens, keys, limit, request.extra, lease_s, tenant,
+            request.tokens_from if isinstance(request, Lookup) else 0,
         )  # fmt: skip
+        if not 0 <= prompt.tokens_from <= LOOKUP_TOKENS_MAX or prompt.tokens_from % namespace.chunk_tokens:
+            raise RequestRefused("limits", f"tokens from {prompt.tokens_from} on don't begin where a chunk does")
         if len(keys) != -(-prompt.whole // namespace.chunk_tokens) * KEY_BYTES:
             raise RequestRefused("limits", "a lookup has one 32-byte key for each chunk that its whole units touch")
         return prompt
 
     def _lookup(self, connection: Connection, client: Client, request: Lookup) -> Answer:
         prompt = self._prompt(request, request.limit)
-        self.core.counters.add("store.lookups")
         pinned = self.reader.at_once(client, prompt, request.deadline_ms)
         self.core.take_out_suspects()
+        if pinned is not None and pinned.wants >= 0:
+            return Found(rid=request.rid, boot=self.boot, lease=0, hit=0, chunks=[], from_tier={}, wants=pinned.wants)
+        self.core.counters.add("store.lookups")
         if pinned is not None:
             return self._found(request, prompt, pinned, {}, False)
         return self._lookup_slowly(connection, client, request, prompt)

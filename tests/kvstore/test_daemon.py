@@ -171,3 +171,19 @@ def test_a_chunk_whose_key_is_not_its_own_is_refused(store: Store) -> None:
         assert label.isprintable() and len(label) == 128
         with pytest.raises(RequestRefused):
             client.list_chunks(cursor=-1)
+
+
+def test_a_long_prompt_is_found_whatever_of_its_tokens_is_sent(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole chunks by their keys alone; where tokens have to be compared the client is asked for them."""
+    monkeypatch.setattr("forebay.kvstore.client.session.SHORT_TOKENS", 0)
+    spec = namespace()
+    tokens = list(range(6 * CHUNK))
+    with StoreClient(store.address) as client:
+        client.register(spec)
+        put(client, spec, tokens)
+
+        assert get(client, spec, tokens).hit == len(tokens)
+        inside = tokens[: 2 * CHUNK + 16] + [7] * (3 * CHUNK)
+        assert get(client, spec, inside).hit == 2 * CHUNK + 16, "the hit ends inside a chunk before the last"
+        assert get(client, spec, [7] * (4 * CHUNK)).hit == 0
+        assert client.stats().values["store.lookups"] == 3, "a question that is asked again counts once"

@@ -149,18 +149,20 @@ class AsyncStoreClient(PromiseCalls):
     ) -> Found:
         """Find and pin the longest prefix of `tokens` (u32 LE) that the store can serve.
 
-        `keys` are `identity.chunk_keys` of the tokens. The pins end with `release`, after `lease_ms` (0: what is
-        usual) at the latest. `tenant` is for whom.
+        `keys` are `identity.chunk_keys` of the tokens, which are sent only as far as the answer depends on them. The
+        pins end with `release`, after `lease_ms` (0: what is usual) at the latest. `tenant` is for whom.
         """
-        rid = self._session.rid()
-        found = await self._call(
-            rid,
-            Lookup(
-                rid=rid, namespace=namespace_id, root=root, tokens=tokens, keys=keys, limit=limit,
-                deadline_ms=deadline_ms, extra=extra, lease_ms=lease_ms, tenant=tenant,
-            ),
-            Found,
-        )  # fmt: skip
+        begin = self._session.last_chunk(namespace_id, len(tokens) // 4)
+        while True:
+            rid = self._session.rid()
+            message = Lookup(
+                rid=rid, namespace=namespace_id, root=root, tokens=tokens[4 * begin :], keys=keys, limit=limit,
+                deadline_ms=deadline_ms, extra=extra, lease_ms=lease_ms, tenant=tenant, tokens_from=begin,
+            )  # fmt: skip
+            found = await self._call(rid, message, Found)
+            if not 0 <= found.wants < begin:
+                break
+            begin = found.wants
         if any(chunk.extent not in self._session.pool.views for chunk in found.chunks):
             await self.map_extents()
         return found

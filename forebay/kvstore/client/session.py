@@ -15,6 +15,7 @@ from forebay.kvstore.identity import Namespace, encode_namespace
 from forebay.kvstore.protocol import CLIENT_ID_BYTES, PROTOCOL_VERSION, ChunkRead, Hello, Refused, Register, Welcome
 
 R = TypeVar("R")
+SHORT_TOKENS = 4096
 
 
 @dataclass
@@ -31,6 +32,7 @@ class Session:
     pool: PoolMap = field(default_factory=PoolMap)
     lock: int = -1
     _rid: int = 0
+    _chunk_tokens: dict[bytes, int] = field(default_factory=dict)
 
     def rid(self) -> int:
         """A fresh request id."""
@@ -55,7 +57,13 @@ class Session:
 
     def register(self, namespace: Namespace, label: str) -> Register:
         """Registration of a namespace."""
+        self._chunk_tokens[namespace.id] = namespace.chunk_tokens
         return Register(rid=self.rid(), namespace=encode_namespace(namespace), label=label)
+
+    def last_chunk(self, namespace_id: bytes, tokens: int) -> int:
+        """Where the last chunk of a prompt of a registered namespace begins; 0 for a prompt that is soon sent."""
+        size = self._chunk_tokens.get(namespace_id, 0)
+        return (tokens - 1) // size * size if size and tokens > SHORT_TOKENS else 0
 
     def payload(self, chunk: ChunkRead) -> memoryview:
         """Whole payload of a pinned chunk, in place. Valid until its lease is released."""
