@@ -225,10 +225,11 @@ class TierHost:
             channel.send(Attach(tuple(some)), [os.dup(self._extents[extent]) for extent in some], force=True)
 
     def note_namespace(self, namespace: bytes, encoded: bytes) -> None:
-        """Tell the tier what a namespace is; every later process is told too."""
-        if len(self._namespaces) >= self._limits.namespaces and namespace not in self._namespaces:
-            self._counts["namespaces_dropped"] += 1
-            return
+        """Tell the tier what a namespace is; every later process is told too, of the last ones."""
+        self._namespaces.pop(namespace, None)
+        if len(self._namespaces) >= self._limits.namespaces:
+            self._counts["namespaces_forgotten"] += 1
+            del self._namespaces[next(iter(self._namespaces))]
         self._namespaces[namespace] = encoded
         if (channel := self._channel) is not None:
             channel.send(NoteNamespace(namespace, encoded), force=True)
