@@ -23,7 +23,7 @@ from typing import Any
 
 import uvloop
 
-from forebay.errors import ForebayError, NoSpace
+from forebay.errors import ForebayError, NoSpace, ResourceError
 from forebay.ipc.sockets import listen
 from forebay.kvstore.announce import Announcer
 from forebay.kvstore.cascade import TierTraffic
@@ -47,15 +47,6 @@ def run_store(config: StoreConfig) -> int:
     return uvloop.run(Daemon(config).run())
 
 
-async def _end_other_tasks() -> None:
-    """Whoever reads the pool on a thread has to let go of it before it is unmapped."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
-    await asyncio.get_running_loop().shutdown_default_executor()
-
-
 @dataclass
 class Daemon:
     """One store from start to stop."""
@@ -73,11 +64,14 @@ class Daemon:
         try:
             pool.open()
             clean = await self._with_pool(listener, pool)
-        except ForebayError:
+        except (ForebayError, OSError) as error:
             clean = fresh and pool.locked  # what could not start leaves nothing behind that wasn't there
-            raise
+            if isinstance(error, ForebayError):
+                raise
+            why = f"the pool {pool.path} can't be used ({error.strerror or error})"
+            raise ResourceError(f"{why}: choose another --pool-dir, or start again") from error
         finally:
-            await _end_other_tasks()
+            await self._end_other_tasks()
             listener.close()
             self.config.socket.unlink(missing_ok=True)
             pool.close(remove=clean)
@@ -125,6 +119,14 @@ class Daemon:
             await metrics.stop()
             announcer.close()
         return True
+
+    async def _end_other_tasks(self) -> None:
+        """Whoever reads the pool on a thread has to let go of it before it is unmapped."""
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.get_running_loop().shutdown_default_executor()
 
     # --- what a simulation puts others in place of ------------------------------------------------------
 

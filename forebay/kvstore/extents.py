@@ -12,10 +12,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import logging
 import mmap
 import os
 import shutil
 import struct
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +27,8 @@ from forebay.errors import AlreadyRunning, NoSpace, NotWritable
 from forebay.kvstore.entry import SlotRef
 from forebay.kvstore.header import ChunkHeader, SlotState, decode_header, mark_slot
 from forebay.kvstore.slots import EXTENT_HEADER_BYTES
+
+log = logging.getLogger(__name__)
 
 _EXTENT = struct.Struct("<8sQQI")
 _EXTENT_MAGIC = b"FBEXTNT1"
@@ -170,10 +174,17 @@ class PoolFiles:
         for table in (self.views, self.maps, self.descriptors):
             table.clear()
         if remove:
-            shutil.rmtree(self.path, ignore_errors=True)
+            self._remove()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+    def _remove(self) -> None:
+        for _ in range(2):  # a moment's error must not leave gigabytes of memory behind
+            with suppress(OSError):
+                shutil.rmtree(self.path)
+        if self.path.exists():
+            log.error("%s can't be removed: do it by hand, or with `forebay fsck --pools --repair`", self.path)
 
     def _file(self, extent: int) -> Path:
         return self.path / f"extent-{extent:06d}"

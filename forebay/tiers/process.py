@@ -44,8 +44,14 @@ class Waker:
 
     def wake(self) -> None:
         """Make the loop's `poll` return. Never blocks, may be called from any thread."""
-        with contextlib.suppress(BlockingIOError):  # the counter is full, so the loop is awake as it is
-            os.eventfd_write(self.descriptor, 1)
+        if self.descriptor >= 0:
+            with contextlib.suppress(BlockingIOError):  # the counter is full, so the loop is awake as it is
+                os.eventfd_write(self.descriptor, 1)
+
+    def close(self) -> None:
+        """Close it; a ring after that is heard by nobody."""
+        descriptor, self.descriptor = self.descriptor, -1
+        os.close(descriptor)
 
     def clear(self) -> None:
         """Forget that it rang."""
@@ -67,6 +73,10 @@ class TierProcess:
         # any more, the socket ends.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return self.serve()
+
+    def serve(self) -> int:
+        """The same, on whatever thread this is: signals are left alone."""
         start = self._first_message()
         if start is None:
             return 0
@@ -81,6 +91,11 @@ class TierProcess:
             service.close()
             self._link.flush(timeout_s=1.0)
         return 5 if service.failed else 0
+
+    def close(self) -> None:
+        """Give back what this object holds, for a caller that lives on."""
+        self._link.close()
+        self._waker.close()
 
     def _first_message(self) -> Start | None:
         while not self._link.closed:

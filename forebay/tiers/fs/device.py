@@ -247,9 +247,12 @@ class Device:
                 raise
             self._without_direct(flags)
             return self.open(path)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise CorruptChunk("not a regular file")
+        except BaseException:
             os.close(descriptor)
-            raise CorruptChunk("not a regular file")
+            raise
         return descriptor
 
     def wants_direct(self, length: int, *, aligned: bool) -> bool:

@@ -250,11 +250,13 @@ class FsTier(SecondaryTier):
         self._outbox.close()
         self._keeper.close()
         ended = self._writers.close(CLOSE_S) and self._readers.close(CLOSE_S)
-        if self._outbox.failure is None and ended:
-            with suppress(lmdb.Error), self._noting_errors():
-                self._shelf.flush_touches()
-                self._shelf.manifest.close()
-                self._state.close()
-        if ended:
-            self._extents.clear()
-            os.close(self._lock)
+        try:
+            if self._outbox.failure is None and ended:
+                with suppress(lmdb.Error), self._noting_errors():
+                    self._shelf.flush_touches()
+                    self._shelf.manifest.close()
+                    self._state.close()
+        finally:
+            if ended:
+                self._extents.clear()
+                os.close(self._lock)
