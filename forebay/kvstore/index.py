@@ -172,6 +172,14 @@ class ChunkTable:
                 best, best_length = child, length
         return best, best_length
 
+    def fronts(self, group: int, parent: bytes, tokens: bytes, extra: bytes) -> list[Entry]:
+        """Committed children of `parent` whose tokens are a front of `tokens`, or all of it, shortest first."""
+        if not self.has_children(group, parent):
+            return []
+        entries = self._entries[group]
+        found = (entries.get(key) for key in chain(parent, tokens, extra))
+        return [entry for entry in found if entry is not None and entry.state is SlotState.COMMITTED]
+
     def beginning(self, group: int, parent: bytes, tokens: bytes, extra: bytes) -> Iterator[Entry]:
         """Committed children of `parent` that begin with all of `tokens`. The table must not change meanwhile."""
         siblings = self.children(group, parent)

@@ -16,10 +16,10 @@ from typing import overload
 from forebay.kvstore.core import Client, StoreCore
 from forebay.kvstore.entry import Entry
 from forebay.kvstore.header import SlotState, header_bytes
-from forebay.kvstore.identity import KEY_BYTES, MATCH_UNIT, Namespace, chain
+from forebay.kvstore.identity import KEY_BYTES, MATCH_UNIT, Namespace, chain, chunk_key
 from forebay.kvstore.index import ChunkTable
 from forebay.kvstore.layout import needs_all, payload_bytes, round_down
-from forebay.kvstore.match import Front, longest_hit, needed_positions
+from forebay.kvstore.match import Front, longest_hit, needed_positions, state_bit
 from forebay.kvstore.protocol import NewChunk
 from forebay.tiers.base import LookupResult, Query
 
@@ -75,8 +75,13 @@ class Prompt:
     def query(self, group: int, position: int) -> Query:
         """What to ask a tier for this position."""
         chunk = self.chunk(group, position)
-        first = chain(chunk.parent, chunk.tokens[: 4 * MATCH_UNIT], self.extra)[0]
-        return Query(group, chunk.key, chunk.parent, chunk.tokens, first)
+        key, tokens, whole = chunk.key, chunk.tokens, self.namespace.groups[group].recurrent
+        if whole and 4 * (self.longest - chunk.start) < len(tokens):
+            # A state behind the longest allowed hit is of no use, one at it is.
+            tokens = tokens[: 4 * (self.longest - chunk.start)]
+            key = chunk_key(chunk.parent, tokens, self.extra)
+        first = chain(chunk.parent, tokens[: 4 * MATCH_UNIT], self.extra)[0]
+        return Query(group, key, chunk.parent, tokens, first, whole)
 
     def bounds(self, position: int) -> tuple[int, int]:
         """Tokens [start, end) of the fullest chunk at a chunk position."""
@@ -148,6 +153,43 @@ class HostRow(Front):
             return None, 0
         return table.best_child(group, parent, prompt.tokens_of(start, end), prompt.extra)
 
+    def has(self, position: int, tokens: int) -> bool:
+        """Are so many tokens of a chunk position here?"""
+        return self[position] >= tokens
+
+    def serving(self, position: int, hit: int) -> Entry | None:
+        """The chunk that a hit of `hit` tokens reads at this position."""
+        return self.entries[position] if self[position] else None
+
+
+class HostStates(HostRow):
+    """The same of a recurrent group: the units, as bits, at whose ends a state is stored."""
+
+    def __init__(self, table: ChunkTable, prompt: Prompt, group: int) -> None:
+        super().__init__(table, prompt, group)
+        self._states: dict[int, Entry] = {}
+
+    def _find(self, position: int) -> tuple[Entry | None, int]:
+        prompt = self._prompt
+        start, end = prompt.bounds(position)
+        parent, states = prompt.key_at(start), 0
+        if start < prompt.tokens_from:
+            if self._table.has_children(self._group, parent):
+                self.wants = position if self.wants is None else min(position, self.wants)
+            return None, 0
+        for entry in self._table.fronts(self._group, parent, prompt.tokens_of(start, end), prompt.extra):
+            states |= state_bit(entry.token_count)
+            self._states[entry.end] = entry
+        return None, states
+
+    def has(self, position: int, tokens: int) -> bool:
+        """Is the state so many tokens behind a chunk's start here?"""
+        return bool(self[position] & state_bit(tokens))
+
+    def serving(self, position: int, hit: int) -> Entry | None:
+        """The chunk whose state is that after `hit` tokens."""
+        return self._states.get(hit) if self[position] else None
+
 
 @dataclass(slots=True)
 class Match:
@@ -180,17 +222,16 @@ class Match:
         prompt = self.prompt
         for group, row in enumerate(self.rows):
             for position in range(prompt.positions):
-                if row[position] < self.wanted_tokens(position, prompt.longest):
+                if not row.has(position, self.wanted_tokens(position, prompt.longest)):
                     yield group, position
 
     @property
     def _size(self) -> int:
         return self.prompt.namespace.chunk_tokens
 
-    def entry(self, group: int, position: int) -> Entry | None:
-        """The host's chunk at a place, if it has any tokens of the prompt."""
-        row = self.rows[group]
-        return row.entries[position] if row[position] else None
+    def entry(self, group: int, position: int, hit: int) -> Entry | None:
+        """The host's chunk at a place, if it has anything for a hit of this length."""
+        return self.rows[group].serving(position, hit)
 
     def serving(self, hit: int) -> list[Entry]:
         """The host's chunks that a hit of this length reads."""
@@ -198,14 +239,16 @@ class Match:
         for row, geometry in zip(self.rows, namespace.groups, strict=True):
             needed = needed_positions(geometry, namespace.chunk_tokens, hit)
             found += row.entries[needed.start : min(needed.stop, row.front)]
-            found += [row.entries[at] if row[at] else None for at in needed if at >= row.front]
+            found += [row.serving(at, hit) for at in needed if at >= row.front]
         return [entry for entry in found if entry is not None]
 
     def hit_with_offers(self, limit: int | None = None) -> int:
         """The longest prefix if every offer were taken."""
         reach = [list(row) for row in self.rows]
         for (group, position), offer in self.offers.items():
-            reach[group][position] = max(reach[group][position], offer.matched)
+            have = reach[group][position]
+            states = self.prompt.namespace.groups[group].recurrent
+            reach[group][position] = have | state_bit(offer.matched) if states else max(have, offer.matched)
         return self._longest(reach, limit)
 
     def _longest(self, reach: Sequence[Sequence[int]], limit: int | None = None) -> int:
@@ -230,7 +273,10 @@ class Match:
 
 def match(core: StoreCore, prompt: Prompt) -> Match:
     """What committed chunks serve. Mutates nothing."""
-    rows = [HostRow(core.table, prompt, group) for group in range(len(prompt.namespace.groups))]
+    rows = [
+        (HostStates if geometry.recurrent else HostRow)(core.table, prompt, group)
+        for group, geometry in enumerate(prompt.namespace.groups)
+    ]
     for group, row in zip(prompt.namespace.groups, rows, strict=True):
         if needs_all(group):
             row.fill_front()
@@ -247,9 +293,10 @@ def offer(found: Match, tier: str, places: Sequence[tuple[int, int]], results: S
     for place, result in zip(places, results, strict=True):
         if result.outcome != "hit":
             continue
-        best = found.offers.get(place)
-        reached = max(found.rows[place[0]][place[1]], best.matched if best else 0)
-        if result.matched > reached:
+        best, (group, position) = found.offers.get(place), place
+        if found.prompt.namespace.groups[group].recurrent and result.matched != result.tokens:
+            continue  # a tier that answers with a state at some other position
+        if result.matched > (best.matched if best else 0) and not found.rows[group].has(position, result.matched):
             found.offers[place] = Offer(tier, result.key, result.matched, result.tokens, result.length)
 
 
@@ -280,6 +327,8 @@ def promotions(core: StoreCore, found: Match, owners: dict[str, bytes]) -> Promo
     while failed := _promote_all(core, found, plan, planned, owners):
         group, position = failed
         cut = position * found.prompt.namespace.chunk_tokens + found.rows[group][position]
+        if found.prompt.namespace.groups[group].recurrent:
+            cut = plan.hit - MATCH_UNIT
         plan.hit = found.hit_with_offers(min(cut, plan.hit))
     return plan
 
@@ -290,7 +339,8 @@ def _promote_all(
     """Start what `plan.hit` still lacks, front to back; the first place for which that failed, or None."""
     for place in sorted(found.needed(plan.hit), key=lambda place: place[1]):
         group, position = place
-        if place in planned or found.rows[group][position] >= found.wanted_tokens(position, plan.hit):
+        wanted = found.wanted_tokens(position, plan.hit)
+        if place in planned or found.rows[group].has(position, wanted):
             continue
         if not _promote(core, found, plan, place, owners):
             return place
@@ -301,7 +351,7 @@ def _promote_all(
 def _hold(core: StoreCore, found: Match, plan: Promotions, hit: int) -> None:
     """Host entries that the length needs must not be evicted to make room for its own promotions."""
     for group, position in found.needed(hit):
-        entry = found.entry(group, position)
+        entry = found.entry(group, position, hit)
         if entry is not None:
             core.pin(entry)
             plan.held.append(entry)

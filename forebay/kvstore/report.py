@@ -9,8 +9,9 @@ from forebay.kvstore.cascade import Cascade
 from forebay.kvstore.core import StoreCore
 from forebay.kvstore.entry import Entry, EntryId
 from forebay.kvstore.header import SlotState
-from forebay.kvstore.identity import Namespace
+from forebay.kvstore.identity import GroupGeometry, Namespace
 from forebay.kvstore.lookup import Match, Prompt
+from forebay.kvstore.match import last_state, state_bit
 from forebay.kvstore.protocol import KeptBy, Row, TierReach
 from forebay.tiers.base import LookupResult
 
@@ -96,18 +97,23 @@ def explain(
     prompt = found.prompt
     reaches = []
     for group, geometry in enumerate(prompt.namespace.groups):
-        tokens, end = _end(prompt, found.rows[group])
+        tokens, end = _end(prompt, geometry, found.rows[group])
         reaches.append(TierReach("host", geometry.name, tokens, *_why_host(core, prompt, group, end, others)))
         for name, rows in tiers.items():
-            reach = [result.matched if result.outcome == "hit" else 0 for result in rows[group]]
-            tokens, end = _end(prompt, reach)
+            matched = [result.matched if result.outcome == "hit" else 0 for result in rows[group]]
+            reach = [state_bit(tokens) if tokens else 0 for tokens in matched] if geometry.recurrent else matched
+            tokens, end = _end(prompt, geometry, reach)
             reaches.append(TierReach(name, geometry.name, tokens, *_why_tier(prompt, rows[group], end)))
     return reaches
 
 
-def _end(prompt: Prompt, reach: Sequence[int]) -> tuple[int, int | None]:
-    """Contiguous tokens from the front, and the chunk position where they end (None: they don't)."""
+def _end(prompt: Prompt, group: GroupGeometry, reach: Sequence[int]) -> tuple[int, int | None]:
+    """Contiguous tokens from the front, and the chunk position where they end (None: they don't). Of states: where
+    the last one is."""
     size = prompt.namespace.chunk_tokens
+    if group.recurrent:
+        last = last_state(reach, size, prompt.longest)
+        return last, None if last == prompt.longest else last // size
     for position, tokens in enumerate(reach):
         if tokens < min(size, prompt.longest - position * size):
             return position * size + tokens, position

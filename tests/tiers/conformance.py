@@ -149,6 +149,20 @@ class TierConformance:
         (found,) = driver.lookup(Query(0, b"x" * 32, make_chunk().header.parent, pack_tokens(range(64))))
         assert found.matched == 48
 
+    def test_a_whole_chunk_is_asked_for_where_a_front_of_one_is_of_no_use(self, driver: Driver) -> None:
+        """A recurrent state: it belongs to the last of its tokens."""
+        if not self.partial:
+            pytest.skip("this tier answers for exact keys alone")
+        for length in (16, 48, 64):
+            driver.store(make_chunk([*range(length), *[5000] * (64 - length)] if length == 64 else range(length)))
+        parent, tokens = make_chunk().header.parent, pack_tokens([*range(48), *[9] * 16])
+        whole, any_front = Query(0, b"x" * 32, parent, tokens, b"", True), Query(0, b"x" * 32, parent, tokens[:160])
+        found, front = driver.lookup(whole, any_front)
+        assert (found.outcome, found.matched, found.tokens) == ("hit", 48, 48)
+        assert (front.outcome, front.matched) == ("hit", 32) and front.tokens > 32
+        (none,) = driver.lookup(Query(0, b"x" * 32, parent, pack_tokens([*range(15), *[7] * 17]), b"", True))
+        assert none.outcome == "miss"
+
     def test_a_child_of_another_parent_or_group_is_no_partial_hit(self, driver: Driver) -> None:
         driver.store(make_chunk(range(64)))
         tokens = pack_tokens(range(48))
