@@ -16,7 +16,7 @@ from typing import Any
 
 from forebay.cli.places import SOCKET
 from forebay.cli.tables import bytes_text, table
-from forebay.config import Setting, add_settings, at_least, boolean, hexadecimal, path, resolve
+from forebay.config import Setting, add_settings, at_least, boolean, hexadecimal, path, resolve, text
 from forebay.errors import NotWritable
 from forebay.kvstore.client import StoreClient
 
@@ -27,6 +27,7 @@ SETTINGS = (
     SOCKET,
     Setting("fs", path, None, "list this directory's files instead; no store is needed"),
     Setting("namespace", hexadecimal, "", "only this one; the beginning of its id is enough", shown="all"),
+    Setting("tenant", text, None, "only the chunks of this tenant", shown="all"),
     Setting("limit", at_least(0), 0, "stop after so many chunks", shown="all"),
     Setting("json", boolean, False, "one JSON object a chunk", shown="no", switch=True),
 )
@@ -40,8 +41,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(flags: dict[str, Any]) -> int:
     """List."""
     values = resolve("ls", SETTINGS, flags)
-    source = _files(values["fs"]) if values["fs"] is not None else _store(values["socket"])
-    lines = (line for line in source if line["namespace"].startswith(values["namespace"]))
+    tenant = values["tenant"]
+    source = _files(values["fs"]) if values["fs"] is not None else _store(values["socket"], tenant)
+    lines = (
+        line
+        for line in source
+        if line["namespace"].startswith(values["namespace"]) and tenant in (None, line["tenant"])
+    )
     limited = islice(lines, values["limit"] or None)
     if values["json"]:
         for line in limited:
@@ -64,8 +70,8 @@ def _cell(line: dict[str, Any], column: str) -> str:
     return bytes_text(line["bytes"]) if column == "bytes" else str(line[column])
 
 
-def _store(socket: Path) -> Iterator[dict[str, Any]]:
-    with StoreClient(str(socket)) as client:
+def _store(socket: Path, tenant: str | None) -> Iterator[dict[str, Any]]:
+    with StoreClient(str(socket), tenant=tenant) as client:
         cursor = 0
         while True:
             page = client.list_chunks(cursor=cursor, limit=PAGE)

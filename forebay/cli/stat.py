@@ -1,7 +1,10 @@
-"""What a store holds and does: figures by tier, namespaces, event streams.
+"""What a store holds and does: figures by tier, namespaces, tenants, event streams.
+
+With --what-if it tells what each tenant's hit rate would be with another budget of memory.
 
 example:
   forebay stat --socket /run/forebay/store.sock --watch
+  forebay stat --what-if +64GiB
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ from typing import Any
 
 from forebay.cli.places import SOCKET
 from forebay.cli.tables import bytes_text, figure, table
+from forebay.cli.tenant_tables import budget_of, change, forecast_json, forecast_text, tenants_json, tenants_table
 from forebay.config import Setting, add_settings, boolean, resolve
+from forebay.errors import ConfigError
 from forebay.kvstore.client import StoreClient
 from forebay.kvstore.protocol import Stats
 
@@ -22,6 +27,7 @@ SETTINGS = (
     SOCKET,
     Setting("json", boolean, False, "one JSON object instead of tables", shown="no", switch=True),
     Setting("watch", boolean, False, "again every second, until interrupted", shown="no", switch=True),
+    Setting("what_if", change, None, "hit rates to expect of a larger or smaller pool"),
 )
 
 
@@ -34,6 +40,8 @@ def run(flags: dict[str, Any]) -> int:
     """Print the store's figures."""
     values = resolve("stat", SETTINGS, flags)
     with StoreClient(str(values["socket"])) as client:
+        if values["what_if"] is not None:
+            return _what_if(client, values)
         while True:
             stats = client.stats()
             if values["watch"] and sys.stdout.isatty():
@@ -44,12 +52,24 @@ def run(flags: dict[str, Any]) -> int:
             time.sleep(1)
 
 
+def _what_if(client: StoreClient, values: dict[str, Any]) -> int:
+    now = int(client.stats().values["host.bytes_budget"])
+    try:
+        budget = budget_of(now, values["what_if"])
+    except ValueError as error:
+        raise ConfigError(f"--what-if: {error}") from error
+    told = client.what_if(budget)
+    print(forecast_json(told) if values["json"] else forecast_text(told), flush=True)
+    return 0
+
+
 def as_json(stats: Stats) -> str:
     """All of it as one line."""
     return json.dumps(
         {
             "boot": stats.boot.hex(), "pid": stats.pid, "values": stats.values, "info": stats.info,
             "namespaces": stats.namespaces, "tiers": stats.tiers, "pins": stats.pins,
+            "tenants": tenants_json(stats.tenants),
         }
     )  # fmt: skip
 
@@ -71,6 +91,8 @@ def as_text(stats: Stats) -> str:
             for ns in stats.namespaces
         ]
         parts += ["", table(("namespace", *columns[1:]), rows, right=(2, 3, 4))]
+    if stats.tenants:
+        parts += ["", tenants_table(stats.tenants)]
     if stats.pins:
         rows = [
             [pin["kind"], pin["by"] or "-", pin["chunks"], bytes_text(float(pin["bytes"])), pin["until"]]

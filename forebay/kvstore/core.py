@@ -32,7 +32,7 @@ from forebay.kvstore.index import ChunkTable
 from forebay.kvstore.layout import extends, granule_count, needed_from, payload_bytes
 from forebay.kvstore.leases import Client, Hold, Leases, Reservation
 from forebay.kvstore.limits import Limits
-from forebay.kvstore.namespaces import NamespaceUse
+from forebay.kvstore.namespaces import Namespaces
 from forebay.kvstore.pins import Owner, Pins
 from forebay.kvstore.placement import Placement
 from forebay.kvstore.policies.base import EvictionPolicy
@@ -86,10 +86,9 @@ class StoreCore:
         self.limits = limits or Limits()
         self.counters = Counters()
         self.table = ChunkTable()
-        self.namespaces: dict[bytes, Namespace] = {}
-        self.use = NamespaceUse()
+        self.use = Namespaces(self.limits.namespaces)
+        self.namespaces, self.labels = self.use.known, self.use.labels
         self.on_forgotten: Callable[[bytes], None] = lambda namespace_id: None
-        self.labels: dict[bytes, str] = {}
         self.quarantine = Quarantine()
         self.quarantined_bytes = 0
         self.removed: OrderedDict[EntryId, str] = OrderedDict()
@@ -119,33 +118,20 @@ class StoreCore:
         Where there are too many, the one that has been idle for longest is forgotten. Raises ValueError if a chunk
         of it can't fit an extent, or if all others are in use.
         """
-        if namespace.id not in self.namespaces:
+        namespace_id = namespace.id
+        if namespace_id not in self.namespaces:
             self._check_fits(namespace)
-            while len(self.namespaces) >= self.limits.namespaces:
-                self._forget_namespace()
-        self.remember(namespace)
-        if label:
-            self.labels[namespace.id] = label
-        if client is not None and namespace.id not in client.namespaces:
-            client.namespaces.add(namespace.id)
-            self.use.joined(namespace.id)
-        return namespace.id
+            for forgotten in self.use.make_room():
+                self.counters.add("store.namespaces_forgotten")
+                self.on_forgotten(forgotten)
+        self.use.remember(namespace_id, namespace, label)
+        if client is not None:
+            self.use.joined(namespace_id, client.namespaces)
+        return namespace_id
 
     def remember(self, namespace: Namespace) -> None:
         """Know a namespace, of an earlier boot perhaps, without anybody using it."""
-        self.namespaces[namespace.id] = namespace
-        self.use.known(namespace.id)
-
-    def _forget_namespace(self) -> None:
-        oldest = self.use.forget_oldest_idle()
-        if oldest is None:
-            raise ValueError(
-                f"{self.limits.namespaces} namespaces are registered already, and all have chunks or users: clear some"
-            )
-        del self.namespaces[oldest]
-        self.labels.pop(oldest, None)
-        self.counters.add("store.namespaces_forgotten")
-        self.on_forgotten(oldest)
+        self.use.remember(namespace.id, namespace)
 
     def _check_fits(self, namespace: Namespace) -> None:
         largest = max(slot_bytes_for(g, namespace.chunk_tokens, namespace.chunk_tokens) for g in namespace.groups)

@@ -55,7 +55,7 @@ class Client:
     tenant: str | None = None
     leases: dict[int, Hold] = field(default_factory=dict)
     reservations: dict[int, Reservation] = field(default_factory=dict)
-    namespaces: set[bytes] = field(default_factory=set)
+    namespaces: dict[bytes, None] = field(default_factory=dict)
     gone: bool = False
 
 

@@ -1,10 +1,11 @@
-"""Prometheus metrics of the store: every figure of `forebay stat` as `forebay_store_*`."""
+"""Prometheus metrics of the store: every figure of `forebay stat` as `forebay_store_*`, those of tenants by label."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -12,25 +13,47 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from forebay.errors import AlreadyRunning, ConfigError
+from forebay.kvstore.protocol import TenantRow
+from forebay.kvstore.tenant_report import labelled, tenant_rows
 
 if TYPE_CHECKING:
     from forebay.kvstore.service import StoreService
 
 REQUEST_BYTES_MAX = 8192
 REQUEST_S_MAX = 5.0
+BY_TENANT = {
+    "bytes": "bytes of slots that it holds",
+    "quota": "bytes that it may hold at most",
+    "guarantee": "bytes that others can't take from it",
+    "weight": "its weight in what isn't guaranteed",
+    "share": "bytes that it could hold now if all wanted more",
+    "evicted": "its chunks that were evicted",
+    "suffered": "its chunks that were evicted for others",
+    "caused": "chunks of others that were evicted for it",
+    "refused": "chunks of it that found no room",
+    "asked_tokens": "tokens of its lookups",
+    "hit_tokens": "tokens that its lookups hit",
+}
 
 
 class _Figures(Collector):
-    """One scrape's figures."""
+    """One scrape's figures. `tenants` are by label, and not many (see `labelled`)."""
 
-    def __init__(self, values: Mapping[str, float]) -> None:
-        self._values = values
+    def __init__(self, values: Mapping[str, float], tenants: Mapping[str, TenantRow]) -> None:
+        self._values, self._tenants = values, tenants
 
     def collect(self) -> Iterable[Metric]:
         """prometheus_client: the present figures."""
         for name, value in sorted(self._values.items()):
             clean = re.sub(r"[^a-zA-Z0-9_]", "_", name)
             yield GaugeMetricFamily(f"forebay_store_{clean}", f"store figure {name}", value=value)
+        for name, told in BY_TENANT.items():
+            family = GaugeMetricFamily(f"forebay_store_tenant_{name}", told, labels=["tenant"])
+            figure = attrgetter(name)
+            for label, row in self._tenants.items():
+                if figure(row) is not None:
+                    family.add_metric([label], figure(row))
+            yield family
 
 
 class MetricsServer:
@@ -78,5 +101,6 @@ class MetricsServer:
     async def _figures(self) -> bytes:
         values, _ = await self._service.figures()
         registry = CollectorRegistry()
-        registry.register(_Figures(values))
+        core = self._service.core
+        registry.register(_Figures(values, labelled(tenant_rows(core), list(core.place.accounts.rules))))
         return generate_latest(registry)

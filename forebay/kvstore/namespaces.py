@@ -1,4 +1,4 @@
-"""Which namespaces are in use, and by what: connected clients that have registered them, and chunks. Pure.
+"""Which namespaces there are, and what uses them: connected clients that have registered them, and chunks. Pure.
 
 A namespace that neither holds a chunk nor has a user is idle: it is the one to forget when there are too many.
 """
@@ -6,9 +6,11 @@ A namespace that neither holds a chunk nor has a user is idle: it is the one to 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from forebay.kvstore.entry import Entry
+from forebay.kvstore.identity import Namespace
 
 
 @dataclass(slots=True)
@@ -20,10 +22,14 @@ class Use:
     users: int = 0
 
 
-class NamespaceUse:
-    """Counts for every known namespace. Of those that are idle it knows in which order they became so."""
+class Namespaces:
+    """All namespaces of a store, at most `limit`: `known` by id, `labels` for people (both for reading), and how much
+    each is used. Of those that are idle it knows in which order they became so."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.known: dict[bytes, Namespace] = {}
+        self.labels: dict[bytes, str] = {}
         self._uses: dict[bytes, Use] = {}
         self._idle: OrderedDict[bytes, None] = OrderedDict()
 
@@ -31,16 +37,33 @@ class NamespaceUse:
         """The present counts; don't mutate."""
         return self._uses.get(namespace) or Use()
 
-    def known(self, namespace: bytes) -> None:
-        """A namespace has been registered, or is remembered from before a restart."""
-        if namespace not in self._uses:
-            self._uses[namespace] = Use()
-        self._settle(namespace)
+    def remember(self, namespace_id: bytes, namespace: Namespace, label: str = "") -> None:
+        """Know a namespace, of an earlier boot perhaps; nobody uses it by that alone."""
+        self.known[namespace_id] = namespace
+        if label:
+            self.labels[namespace_id] = label
+        self._uses.setdefault(namespace_id, Use())
+        self._settle(namespace_id)
 
-    def joined(self, namespace: bytes) -> None:
-        """A client uses it."""
-        self._uses[namespace].users += 1
-        self._settle(namespace)
+    def make_room(self) -> Iterator[bytes]:
+        """Forget what has been idle for longest until there is room for one more; yields what is forgotten.
+
+        Raises ValueError if all are in use.
+        """
+        while len(self.known) >= self._limit:
+            oldest = self.forget_oldest_idle()
+            if oldest is None:
+                raise ValueError(
+                    f"{self._limit} namespaces are registered already, and all have chunks or users: clear some"
+                )
+            yield oldest
+
+    def joined(self, namespace: bytes, mine: dict[bytes, None]) -> None:
+        """A client uses it; `mine` are those that it uses."""
+        if namespace not in mine:
+            mine[namespace] = None
+            self._uses[namespace].users += 1
+            self._settle(namespace)
 
     def left(self, namespace: bytes) -> None:
         """A client that used it is gone."""
@@ -73,5 +96,6 @@ class NamespaceUse:
         if not self._idle:
             return None
         namespace, _ = self._idle.popitem(last=False)
-        del self._uses[namespace]
+        del self._uses[namespace], self.known[namespace]
+        self.labels.pop(namespace, None)
         return namespace

@@ -87,6 +87,7 @@ class Reader:
             if not missing:
                 break
             timeout = min(max(until - loop.time(), 0), TIER_ANSWER_S_MAX)
+            self._core.counters.add(f"tier.{name}.asked", len(missing))
             results = await tier.lookup([query for _, query in missing], timeout)
             offer(found, name, [place for place, _ in missing], results)
         # The table may have changed while tiers answered.
