@@ -19,7 +19,7 @@ EVENTS = (
     "daemon_restarted", "daemon_stopped", "memory_rot", "tier_hung", "tier_killed", "disk_rot", "power_loss",
     "bucket_deletes",
 )  # fmt: skip
-EVERY_S = 0.12
+EVERY_S = 0.08
 
 
 class Chaos:
@@ -212,20 +212,18 @@ class Chaos:
         return world.plan.has("pool_rot_while_down") and not world.healthy and not reading
 
     def _rot_files(self, node: Node) -> bool:
-        """A bit of a committed chunk flips while no daemon is there to see."""
+        """Bits of committed chunks flip while no daemon is there to see."""
+        rotten = 0
         for file in sorted(node.folder.glob("extent-*")):
             data = bytearray(file.read_bytes())
-            marks = [
-                at for at in range(ALIGNMENT, len(data), ALIGNMENT)
-                if data[at : at + 8] == MAGIC and slot_state(bytes(data[at : at + 64])) is SlotState.COMMITTED
-            ]  # fmt: skip
-            if not marks or self._rng.random() < 0.3:
-                continue
-            at = self._rng.choice(marks)
-            # Behind the fields that change in place: those have no checksum and no need of one.
-            where = at + self._rng.choice((self._rng.randrange(24, 300), ALIGNMENT + self._rng.randrange(512)))
+            for at in range(ALIGNMENT, len(data), ALIGNMENT):
+                there = data[at : at + 8] == MAGIC and slot_state(bytes(data[at : at + 64])) is SlotState.COMMITTED
+                if there and self._rng.random() < 0.6:
+                    # Behind the fields that change in place: those have no checksum and no need of one.
+                    payload = ALIGNMENT + self._rng.randrange(256)
+                    where = at + self._rng.choice((self._rng.randrange(24, 300), payload, payload))
+                    data[where] ^= 1 << self._rng.randrange(8)
+                    rotten += 1
             with open(file, "r+b") as handle:
-                handle.seek(where)
-                handle.write(bytes([data[where] ^ 1 << self._rng.randrange(8)]))
-            return True
-        return False
+                handle.write(data)
+        return rotten > 0

@@ -10,6 +10,7 @@ quiet           once faults have stopped: everything finishes, nothing is left o
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forebay.errors import RequestRefused
@@ -20,18 +21,32 @@ from forebay.kvstore.facts import HostFact
 from forebay.kvstore.header import MAGIC, SlotState, slot_state
 from forebay.kvstore.identity import MATCH_UNIT, GroupGeometry, Namespace, chain
 from forebay.kvstore.protocol import ChunkRead, Found
+from forebay.testing.simulate.oracle import Write
+from forebay.testing.simulate.plan import FAULTS
 from forebay.testing.simulate.state import charged, evictable, fingerprint, leased, quarantined, residents
 
 if TYPE_CHECKING:
-    from forebay.testing.simulate.node import Node, SimDaemon
+    from forebay.testing.simulate.node import SimDaemon
     from forebay.testing.simulate.pubsub import Subscriber
     from forebay.testing.simulate.worker import Prompt, Worker
     from forebay.testing.simulate.world import World
 
 BUSY_REFUSALS = ("busy",)
+_BRING_BACK = frozenset(fault for fault in FAULTS if fault.startswith(("daemon_", "tier_killed", "power", "tier_hung")))
 _MARK = struct.Struct("<8sIIQ")
 LATE_S = 5.0
 """A lookup may take its deadline, and what checks and a slow loop add to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Clear:
+    namespace: bytes
+    began: float
+    ended: float
+
+    def covers(self, write: Write) -> bool:
+        """Was this committed for sure when the clear began?"""
+        return write.acknowledged_at < self.began and self.namespace in (b"", write.namespace)
 
 
 def needed_from(group: GroupGeometry, hit: int) -> int:
@@ -45,7 +60,7 @@ class Checks:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._cleared: list[tuple[Node, bytes, float, float]] = []
+        self._cleared: list[_Clear] = []
 
     def _fail(self, why: str) -> None:
         self.world.fail(why)
@@ -66,7 +81,7 @@ class Checks:
             if missing:
                 self._fail(f"a hit of {found.hit} tokens lacks {missing} of group {group.name}")
 
-    def read(self, prompt: Prompt, found: Found, chunk: ChunkRead, data: bytes) -> None:
+    def read(self, worker: Worker, prompt: Prompt, found: Found, chunk: ChunkRead, data: bytes) -> None:
         """Bytes that a reader takes for good."""
         granule = prompt.namespace.groups[chunk.group].granule_bytes
         end = min(found.hit, chunk.start + chunk.tokens)
@@ -78,6 +93,11 @@ class Checks:
                 f"wrong bytes: tokens [{chunk.start}, {end}) of group {chunk.group}, key {chunk.key.hex()[:12]}, "
                 f"promoted from {chunk.promoted or 'nowhere'}"
             )
+            return
+        write = self.world.oracle.writes[chunk.group, chunk.key][version]
+        for clear in self._cleared:
+            if clear.covers(write) and clear.ended < worker.asked_at:
+                self._fail(f"a chunk that was cleared is back, promoted from {chunk.promoted or 'nowhere'}")
 
     def checksum_differs(self, worker: Worker, chunk: ChunkRead) -> None:
         """A pinned chunk whose bytes don't match: only a memory that rots may do that."""
@@ -104,9 +124,15 @@ class Checks:
             self._fail(f"{sent} written chunks, {count} committed")
         self.world.count("commits.too_late", sent - count)
 
-    def cleared(self, node: Node, namespace: bytes, began: float) -> None:
-        """A clear is answered: what was committed before it began is gone from this node."""
-        self._cleared.append((node, namespace, began, self.world.loop.time()))
+    def cleared(self, namespace: bytes, began: float) -> None:
+        """A clear is answered: what was committed before it began is gone, in every tier.
+
+        Only one host's clear says so, and only where nothing dies in the middle: what a tier was just writing when
+        its host was killed may be found again.
+        """
+        if self.world.plan.nodes == 1 and not self.world.plan.faults & _BRING_BACK:
+            self.world.count("clears.checked")
+            self._cleared.append(_Clear(namespace, began, self.world.loop.time()))
 
     # --- facts -----------------------------------------------------------------------------------------
 

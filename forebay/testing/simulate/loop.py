@@ -247,7 +247,7 @@ class SimLoop(asyncio.AbstractEventLoop):
             except Exception as error:
                 future.set_exception(error)
 
-        self.call_later(self._order.choice((0.0, 0.0002, 0.003, 0.05)), work)
+        self.call_later(self._order.choice((0.0, 0.0002, 0.003, 0.05, 0.2)), work)
         return future
 
     # --- descriptors -----------------------------------------------------------------------------------

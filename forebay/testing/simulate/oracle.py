@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from forebay.kvstore.identity import MATCH_UNIT
 
 UnitIds = tuple[bytes, ...]
+NEVER = float("inf")
 
 
 def unit_ids(namespace: int, salt: bytes, extra: bytes, token_ids: Sequence[int]) -> UnitIds:
@@ -33,11 +34,12 @@ def granule(group: int, unit: bytes, version: int, size: int) -> bytes:
 
 @dataclass
 class Write:
-    """One write of one chunk: which units, and when its commit was sent (virtual seconds)."""
+    """One write of one chunk: which units, a granule's size, and when its commit was acknowledged (virtual seconds)."""
 
     units: UnitIds
     size: int
-    sent_at: float
+    namespace: bytes = b""
+    acknowledged_at: float = NEVER
 
 
 @dataclass

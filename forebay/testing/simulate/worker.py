@@ -108,6 +108,7 @@ class Worker:
     held: list[int] = field(default_factory=list)
     turns: int = 0
     reading: bool = False
+    asked_at: float = 0.0
     parked: bool = False
 
     def __post_init__(self) -> None:
@@ -130,7 +131,7 @@ class Worker:
             except StoreUnavailable:
                 self.world.count("worker.lost_store")
                 await self._let_copies_end()
-                await asyncio.sleep(self.rng.choice((0.001, 0.05, 0.2)))
+                await asyncio.sleep(self.rng.choice((0.001, 0.02, 0.1)))
         await self._let_copies_end()
         await self.client.close()
         self.parked = True
@@ -184,7 +185,7 @@ class Worker:
         whole = len(prompt.units)
         deadline = self.rng.choice(world.plan.deadline_ms)
         limit = self.rng.choice((len(prompt.token_ids), len(prompt.token_ids), len(prompt.token_ids) - 1, 40))
-        asked_at = world.loop.time()
+        self.asked_at = asked_at = world.loop.time()
         call = self.client.lookup(
             prompt.namespace.id, chain.root, pack_tokens(prompt.token_ids), chain.chunk_keys(whole),
             limit=limit, deadline_ms=deadline, extra=prompt.extra,
@@ -221,7 +222,7 @@ class Worker:
                 self.client.damaged([(chunk.group, chunk.key)])
                 continue
             self.world.count("op.read")
-            self.world.checks.read(prompt, found, chunk, data)
+            self.world.checks.read(self, prompt, found, chunk, data)
 
     def _verified(self, prompt: Prompt, chunk: ChunkRead, data: bytes) -> bool:
         """Do the copied bytes match what the slot's header says?"""
@@ -235,11 +236,12 @@ class Worker:
         """The chunk's bytes, copied in pieces; None if the slot was another's by the end."""
         view = self.client.payload(chunk)
         pieces = []
-        step = len(view) if self.rng.random() < 0.6 else max(1, len(view) // 3)
+        slow = self.world.strikes("worker_slow_reader", 0.2, self.rng)
+        step = len(view) if not slow and self.rng.random() < 0.6 else max(1, len(view) // 3)
         for at in range(0, len(view), step):
             pieces.append(bytes(view[at : at + step]))
             if at + step < len(view):
-                await asyncio.sleep(self.rng.choice((0.0, 0.0005, 0.02)))
+                await asyncio.sleep(self.rng.choice((0.05, 0.3)) if slow else self.rng.choice((0.0, 0.001)))
         if not self.client._session.pool.views or not self.client.intact(chunk):
             return None
         return b"".join(pieces)
@@ -289,30 +291,28 @@ class Worker:
         task = self.process.spawn(self._copy_in(room, data))
         self.copies = [copy for copy in self.copies if not copy.done()]
         self.copies.append(task)
-        return _Copy(chunk, slot, Write(units, granule, 0.0), version, task, data)
+        return _Copy(chunk, slot, Write(units, granule, prompt.namespace.id), version, task, data)
 
     async def _copy_in(self, room: memoryview, data: bytes) -> None:
         """As a slow thread would: it goes on whatever happens to the connection."""
-        slow = self.world.plan.has("worker_slow_writer") and self.rng.random() < 0.1 and not self.world.healthy
-        if slow:
-            self.world.fault("worker_slow_writer")
+        slow = self.world.strikes("worker_slow_writer", 0.2, self.rng)
         step = len(data) if not slow and self.rng.random() < 0.6 else max(1, len(data) // 3)
         for at in range(0, len(data), step):
             room[at : at + step] = data[at : at + step]
             if at + step < len(data):
-                await asyncio.sleep(self.rng.choice((0.1, 0.5)) if slow else self.rng.choice((0.0, 0.001)))
+                await asyncio.sleep(self.rng.choice((0.05, 0.3)) if slow else self.rng.choice((0.0, 0.001)))
 
     async def _commit(self, copies: list[_Copy], reserved_at: float) -> None:
         world = self.world
-        written, given_up = [], []
+        written, given_up, sent = [], [], []
         for copy in copies:
             if world.plan.has("writer_aborts") and self.rng.random() < 0.15:
                 given_up.append(copy.slot.reservation)
                 continue
-            copy.write.sent_at = world.loop.time()
             world.oracle.commits(copy.chunk.group, copy.chunk.key, copy.version, copy.write)
             sums = granule_checksums(memoryview(copy.data), copy.write.size)
             written.append(Written(copy.slot.reservation, sums))
+            sent.append(copy.write)
         if given_up:
             world.fault("writer_aborts")
             self.client.abort(given_up)
@@ -320,6 +320,8 @@ class Worker:
             return
         answer = await self.client.commit(written)
         world.count("op.commit", answer.committed)
+        for write in sent:
+            write.acknowledged_at = world.loop.time()
         world.checks.committed(answer.committed, len(written), reserved_at)
 
     # --- the rest --------------------------------------------------------------------------------------
@@ -343,5 +345,6 @@ class Worker:
         namespace = self.rng.choice((b"", *(n.id for n in self.world.plan.namespaces)))
         began = self.world.loop.time()
         self.world.fault("clears")
-        await self.client.clear(namespace)
-        self.world.checks.cleared(self.node, namespace, began)
+        answer = await self.client.clear(namespace)
+        if all(count >= 0 for count in answer.tiers.values()):
+            self.world.checks.cleared(namespace, began)

@@ -151,7 +151,10 @@ class World:
         self.loop.run_until(self.loop.time() + 0.2)
         self._wait("daemons to be there", lambda: all(node.serving for node in self.nodes))
         done = [worker.turns for worker in self.workers]
-        self._wait("each worker's next turn", lambda: all(w.turns > n for w, n in zip(self.workers, done, strict=True)))
+        self._wait(
+            "each worker's next turns",
+            lambda: all(w.turns > n + 2 for w, n in zip(self.workers, done, strict=True)),
+        )
         self._wait("subscribers to hear everything", self._views_agree)
         self.closing = True
         self._wait("workers to end", lambda: all(worker.parked for worker in self.workers))
