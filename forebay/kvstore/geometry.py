@@ -159,23 +159,23 @@ def _check_parts(name: str, parts: tuple[RowField, ...] | tuple[ConvPart, ...], 
 
 def _check_kind(group: GroupGeometry) -> str | None:
     if group.kind == "window" and group.window is None:
-        return "a window group needs its window"
+        return "kind 'window' needs its window"
     if group.window is not None and group.kind not in ("window", "latent"):
-        return f"a {group.kind} group has no window: remove it, or say kind 'window'"
+        return f"kind {group.kind!r} has no window: remove it, or say 'window'"
     if group.window is not None and group.window < 1:
         return f"window {group.window} must be positive"
     if group.kind in ("latent", "indexer") and group.kv_heads != 1:
         return f"kv_heads {group.kv_heads} must be 1: {group.kind} rows are shared by all heads"
     if group.kind in ("latent", "indexer") and group.value_dim is not None:
-        return f"a {group.kind} group has one row a token: leave value_dim away"
+        return f"kind {group.kind!r} has one row a token: leave value_dim away"
     if group.recurrent and group.beside:
-        return "a recurrent group has no rows, so nothing beside them: its conv window goes into conv"
+        return "kind 'recurrent' has no rows, so nothing beside them: its conv window goes into conv"
     return None
 
 
 def _check_conv(group: GroupGeometry) -> str | None:
     if group.conv and not group.recurrent:
-        return f"a {group.kind} group has no conv window: only a recurrent one does"
+        return f"kind {group.kind!r} has no conv window: only 'recurrent' does"
     if len({part.taps for part in group.conv}) > 1:
         return "all parts of one conv window have the same taps"
     counts = (n for part in group.conv for n in (part.heads, part.channels, part.taps))
