@@ -27,10 +27,12 @@ from forebay.errors import ForebayError, NoSpace, ResourceError
 from forebay.ipc.sockets import listen
 from forebay.kvstore.announce import Announcer
 from forebay.kvstore.cascade import TierTraffic
+from forebay.kvstore.collecting import Collector
 from forebay.kvstore.config import StoreConfig
 from forebay.kvstore.core import StoreCore
 from forebay.kvstore.extents import ClientLocks, PoolFiles, pool_path
 from forebay.kvstore.identity import decode_namespace
+from forebay.kvstore.leftovers import unheld
 from forebay.kvstore.metrics import MetricsServer
 from forebay.kvstore.readopt import readopt
 from forebay.kvstore.server import Connection
@@ -89,6 +91,7 @@ class Daemon:
         service = StoreService(core, pool, locks, boot, announcer)
         service.info.update(self._info(pool))
         adopted = self._adopt(core, pool, locks)
+        self._tell_of_leftovers(pool)
         self._check_room(pool, len(core.place.slots.extents))
         first = await self._grow(core, pool, 1)
         background: set[asyncio.Task[None]] = set()
@@ -156,11 +159,9 @@ class Daemon:
         left = left[: self.config.extents]
         for encoded in pool.saved_namespaces():
             try:
-                namespace = decode_namespace(encoded)
-            except ValueError as error:
-                log.warning("a remembered namespace can't be read: %s", error)
-                continue
-            core.remember(namespace)
+                core.remember(decode_namespace(encoded))
+            except ValueError as error:  # whole, as its name says, and still not ours
+                pool.refuse(f"a namespace in it: {error}")
         found = readopt(core, pool, left, locks.alive)
         for client in locks.known():
             if client not in core.quarantine and not locks.alive(client):
@@ -173,6 +174,14 @@ class Daemon:
                 found.chunks, took, found.freed, found.quarantined, found.corrupt,
             )  # fmt: skip
         return found.chunks
+
+    def _tell_of_leftovers(self, pool: PoolFiles) -> None:
+        left = unheld(self.config.pool_dir, pool.path)
+        if left:
+            log.warning(
+                "%d pools of stores that were killed hold %d MiB of %s: `forebay fsck --pools` lists them, "
+                "--repair removes them", len(left), sum(found.bytes for found in left) >> 20, self.config.pool_dir,
+            )  # fmt: skip
 
     def _check_room(self, pool: PoolFiles, have: int) -> None:
         wanted = (self.config.extents - have) * self.config.extent_bytes
@@ -255,9 +264,12 @@ class Daemon:
         return uid in (os.getuid(), 0) or self.config.socket_group is not None
 
     async def _ticks(self, service: StoreService) -> None:
+        collector = Collector(lambda: service.core.generation)
+        collector.freeze()
         while True:
             await asyncio.sleep(TICK_S)
             service.tick()
+            collector.tick()
 
     @staticmethod
     async def _watched(core: StoreCore, job: Coroutine[Any, Any, None]) -> None:
