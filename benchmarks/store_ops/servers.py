@@ -56,11 +56,13 @@ class Client:
 
 
 @contextmanager
-def daemon(memory: int) -> Iterator[Daemon]:
-    """A store on a socket of its own, all bytes of its pool granted."""
+def daemon(memory: int, *, whole: bool = False) -> Iterator[Daemon]:
+    """A store on a socket of its own, all bytes of its pool granted. `whole`: with a file tier and events, too."""
     with tempfile.TemporaryDirectory(prefix="forebay-store-ops-") as folder:
         address, log = f"unix://{folder}/store.sock", Path(folder) / "log"
         arguments = ["--socket", f"{folder}/store.sock", "--memory", str(memory)]
+        if whole:
+            arguments += ["--fs", f"{folder}/files", "--events", "tcp://127.0.0.1:0", "--replay", "tcp://127.0.0.1:0"]
         command = [sys.executable, "-m", "forebay", "store", *arguments]
         with log.open("wb") as out:
             process = subprocess.Popen(command, stdout=out, stderr=out)

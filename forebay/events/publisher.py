@@ -151,6 +151,7 @@ class EventPublisher:
         )  # fmt: skip
         self._counts = _Counts()
         self._jobs: OrderedDict[bytes, _Replay] = OrderedDict()
+        self.answering = False
         self._now = 0.0
         self._quiet_since: float | None = None
         self._owns = sockets is None
@@ -248,6 +249,7 @@ class EventPublisher:
         if self._router is None or self._closed:
             return more
         more = self._take_requests(self._router.socket) or more
+        self.answering = bool(self._jobs)
         budget = self.options.limits.replay_slice
         for identity in list(self._jobs):
             sent = self._advance(self._router.socket, identity, budget)

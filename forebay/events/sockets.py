@@ -132,6 +132,13 @@ class Sockets:
         """A descriptor that turns readable (edge-triggered) when a key check waits."""
         return None if self._gate is None else int(self._gate.getsockopt(zmq.FD))
 
+    def descriptors(self) -> list[int]:
+        """Descriptors that turn readable when a request or a key check waits. Edge-triggered, as ZMQ's are: after
+        each sign, and after each answer, receive until nothing is left."""
+        asked = [socket for socket in self._open if socket.type == zmq.ROUTER]
+        asked += [self._gate] if self._gate is not None else []
+        return [int(socket.getsockopt(zmq.FD)) for socket in asked]
+
     def release(self, bound: Bound) -> None:
         """Close one socket."""
         if bound.socket in self._open:

@@ -118,6 +118,15 @@ class NamespaceStreams:
             more = stream.poll_replay() or more
         return more
 
+    @property
+    def answering(self) -> bool:
+        """Has the last `poll` done anything, or is anything left to do?"""
+        return any(stream.answering for stream in self._streams.values())
+
+    def descriptors(self) -> list[int]:
+        """See `Sockets.descriptors`."""
+        return self._sockets.descriptors()
+
     def tick(self, now: float) -> None:
         """Tell all streams the time."""
         for stream in self._streams.values():

@@ -7,6 +7,7 @@ it nothing here costs anything.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,10 @@ from forebay.tiers.base import TierChange
 log = logging.getLogger(__name__)
 
 POLL_S = 0.02
+"""How soon a replay that waits for its reader goes on."""
+
+TICK_S = 1.0
+"""How often the clock is looked at when nobody asks for anything."""
 
 
 @dataclass
@@ -49,6 +54,7 @@ class Announcer:
     streams: NamespaceStreams | None = None
     projections: dict[bytes, Projection] = field(default_factory=dict)
     _pending: dict[bytes, list[KVEvent]] = field(default_factory=dict)
+    _asked_for: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         if self.events is not None:
@@ -74,6 +80,7 @@ class Announcer:
             log.error("no event stream for namespace %s: %s", label, error)
             return
         self.projections[namespace_id] = projection
+        self._asked_for.set()  # there is one more socket to listen to
 
     def forget(self, namespace_id: bytes) -> None:
         """A namespace had to make room for others: its stream ends."""
@@ -144,7 +151,27 @@ class Announcer:
         while self.streams is not None:
             more = self.streams.poll()
             self.streams.tick(self.clock())
-            await asyncio.sleep(0 if more else POLL_S)
+            if more or self.streams.answering:
+                await asyncio.sleep(0 if more else POLL_S)
+            else:
+                await self._asked(self.streams.descriptors())
+
+    async def _asked(self, descriptors: Sequence[int]) -> None:
+        """Until somebody asks for something, or it is time to look at the clock."""
+        if not descriptors:
+            await asyncio.sleep(POLL_S)
+            return
+        loop = asyncio.get_running_loop()
+        self._asked_for.clear()
+        for descriptor in descriptors:
+            loop.add_reader(descriptor, self._asked_for.set)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._asked_for.wait()
+        finally:
+            for descriptor in descriptors:
+                loop.remove_reader(descriptor)
 
     def figures(self) -> dict[str, float]:
         """Counters and gauges of all streams."""

@@ -85,6 +85,9 @@ class SimSockets:
         self._hub.reconnected(endpoint)
         return Bound(made, endpoint)
 
+    def descriptors(self) -> list[int]:
+        return []
+
     def poll_gate(self) -> bool:
         """No keys here."""
         return False
