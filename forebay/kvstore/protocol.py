@@ -11,6 +11,7 @@ from typing import Literal, Union
 import msgspec
 
 from forebay.ipc.framing import Codec
+from forebay.kvstore.layout import Shard
 
 PROTOCOL_VERSION = 1
 CLIENT_ID_BYTES = 16
@@ -65,11 +66,13 @@ class Extents(Message, frozen=True):
 
 
 class Register(Message, frozen=True):
-    """Make a namespace known. `namespace` is its canonical encoding, `label` a name for people and topics."""
+    """Make a namespace known. `namespace` is its canonical encoding, `label` a name for people and topics, `shard`
+    the rank that will write and read it: a shape that can't be served is refused here, with what to change."""
 
     rid: int
     namespace: bytes
     label: str = ""
+    shard: Shard | None = None
 
 
 class Registered(Message, frozen=True):

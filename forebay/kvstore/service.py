@@ -20,6 +20,7 @@ from forebay.kvstore.entry import Entry
 from forebay.kvstore.extents import ClientLocks, PoolFiles
 from forebay.kvstore.header import SlotState
 from forebay.kvstore.identity import KEY_BYTES, MATCH_UNIT, chunk_key, chunk_keys, decode_namespace, encode_namespace
+from forebay.kvstore.layout import check_shard
 from forebay.kvstore.lookup import Pinned, Prompt, match
 from forebay.kvstore.promises import Promises, checked_retention
 from forebay.kvstore.protocol import (
@@ -196,6 +197,9 @@ class StoreService:
     def _register(self, client: Client, request: Register) -> Registered:
         try:
             namespace = decode_namespace(request.namespace)
+            why = check_shard(namespace, request.shard) if request.shard else None
+            if why:
+                raise RequestRefused("namespace", why)
             namespace_id = self.core.register(namespace, _plain(request.label), client)
         except ValueError as error:
             raise RequestRefused("namespace", str(error)) from error

@@ -15,6 +15,7 @@ from forebay.ipc.sockets import connect, receive_with_descriptors, socket_path
 from forebay.kvstore.client.promises import PromiseCalls
 from forebay.kvstore.client.session import Session, expect
 from forebay.kvstore.identity import Namespace
+from forebay.kvstore.layout import Shard
 from forebay.kvstore.protocol import (
     REPLIES,
     REQUESTS,
@@ -129,9 +130,9 @@ class AsyncStoreClient(PromiseCalls):
         self._lost(StoreUnavailable("the connection to the store was closed"))
         self._session.forget_pool()
 
-    async def register(self, namespace: Namespace, label: str = "") -> bytes:
-        """Make a namespace known; returns its id. Raises RequestRefused if it can't be served."""
-        request = self._session.register(namespace, label)
+    async def register(self, namespace: Namespace, label: str = "", *, shard: Shard | None = None) -> bytes:
+        """Make a namespace known; returns its id. Raises RequestRefused if it can't be served, or not to this rank."""
+        request = self._session.register(namespace, label, shard)
         return (await self._call(request.rid, request, Registered)).namespace
 
     async def lookup(

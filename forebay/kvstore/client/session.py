@@ -12,6 +12,7 @@ from typing import TypeVar
 from forebay.errors import ProtocolError, RequestRefused
 from forebay.kvstore.client.mapping import PoolMap
 from forebay.kvstore.identity import Namespace, encode_namespace
+from forebay.kvstore.layout import Shard
 from forebay.kvstore.protocol import CLIENT_ID_BYTES, PROTOCOL_VERSION, ChunkRead, Hello, Refused, Register, Welcome
 
 R = TypeVar("R")
@@ -55,10 +56,10 @@ class Session:
         self.boot, self.lock = message.boot, descriptors[0]
         self.pool = PoolMap(message.extent_bytes)
 
-    def register(self, namespace: Namespace, label: str) -> Register:
+    def register(self, namespace: Namespace, label: str, shard: Shard | None = None) -> Register:
         """Registration of a namespace."""
         self._chunk_tokens[namespace.id] = namespace.chunk_tokens
-        return Register(rid=self.rid(), namespace=encode_namespace(namespace), label=label)
+        return Register(rid=self.rid(), namespace=encode_namespace(namespace), label=label, shard=shard)
 
     def last_chunk(self, namespace_id: bytes, tokens: int) -> int:
         """Where the last chunk of a prompt of a registered namespace begins; 0 for a prompt that is soon sent."""

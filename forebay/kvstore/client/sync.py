@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from forebay.kvstore.client.aio import AsyncStoreClient
 from forebay.kvstore.identity import Namespace
+from forebay.kvstore.layout import Shard
 from forebay.kvstore.protocol import (
     Checked,
     ChunkRead,
@@ -77,9 +78,9 @@ class StoreClient:
         """Boot id of the store."""
         return self._client.boot
 
-    def register(self, namespace: Namespace, label: str = "") -> bytes:
+    def register(self, namespace: Namespace, label: str = "", *, shard: Shard | None = None) -> bytes:
         """As AsyncStoreClient.register."""
-        return self._run(self._client.register(namespace, label))
+        return self._run(self._client.register(namespace, label, shard=shard))
 
     def lookup(
         self,
