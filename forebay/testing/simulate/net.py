@@ -144,6 +144,9 @@ class End:
         rights = array.array("i", descriptors).tobytes()
         return data, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if descriptors else [], 0, None
 
+    def setsockopt(self, level: int, option: int, value: int) -> None:
+        """Sizes of buffers are the weather's business."""
+
     def getsockopt(self, level: int, option: int, size: int) -> bytes:
         """Credentials: everybody here is one user."""
         assert (level, option) == (socket.SOL_SOCKET, socket.SO_PEERCRED)

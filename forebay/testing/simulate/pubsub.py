@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from forebay.testing.simulate.node import Node
     from forebay.testing.simulate.world import World
 
+ROUTER_DESCRIPTORS = 1 << 24
 Frames = list[bytes]
 View = dict[str | None, set[Any]]
 
@@ -47,10 +49,28 @@ class _Pub:
 
 @dataclass(eq=False)
 class _Router:
-    """A replay socket: requests in, answers out to the dealer that asked."""
+    """A replay socket: requests in, answers out to the dealer that asked. Its process is woken by what comes."""
 
+    process: Process
+    number: int
     requests: deque[Frames] = field(default_factory=deque)
     dealers: dict[bytes, _Dealer] = field(default_factory=dict)
+    watcher: Callable[[], None] | None = None
+
+    def fileno(self) -> int:
+        """The number by which the loop knows it."""
+        return self.number
+
+    def watch_readable(self, callback: Callable[[], None] | None) -> bool:
+        """Call `callback` when a request comes; None ends that."""
+        had, self.watcher = self.watcher is not None, callback
+        return had
+
+    def asked(self, frames: Frames) -> None:
+        """A request has come."""
+        self.requests.append(frames)
+        if self.watcher is not None:
+            self.process.call_soon(self.watcher)
 
     def recv_multipart(self, flags: int = 0) -> Frames:
         """The next request; raises zmq.Again."""
@@ -74,19 +94,25 @@ class SimSockets:
         self.admitted = self.denied = 0
         self.gate_fd: int | None = None
         self.curve = None
+        self._routers: list[_Router] = []
 
     def bind(self, kind: int, endpoint: str, options: object = ()) -> Bound:
         """A socket at this endpoint, in place of a dead process's."""
-        made: Any = _Pub(self._hub, endpoint) if kind == zmq.PUB else _Router()
+        made: Any
         if kind == zmq.ROUTER:
+            self._hub.numbers += 1
+            made = _Router(self._process, ROUTER_DESCRIPTORS + self._hub.numbers)
+            self._process.loop.register_end(made)
             self._hub.routers[endpoint] = (self._process, made)
+            self._routers.append(made)
         else:
-            self._hub.publishers[endpoint] = self._process
+            made = _Pub(self._hub, endpoint)
         self._hub.reconnected(endpoint)
         return Bound(made, endpoint)
 
     def descriptors(self) -> list[int]:
-        return []
+        """Those of the replay sockets."""
+        return [router.number for router in self._routers]
 
     def poll_gate(self) -> bool:
         """No keys here."""
@@ -169,7 +195,7 @@ class _Dealer:
         found = self._hub.routers.get(self._endpoint)
         if found is not None and found[0].alive:
             found[1].dealers[self._name] = self
-            found[1].requests.append([self._name, *frames])
+            found[1].asked([self._name, *frames])
 
     def poll(self, timeout: int) -> int:
         """Let the publisher work, unless it can't."""
@@ -280,11 +306,10 @@ class Hub:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.publishers: dict[str, Process] = {}
         self.routers: dict[str, tuple[Process, _Router]] = {}
         self.subscribers: dict[str, list[_Sub]] = {}
         self.all: list[Subscriber] = []
-        self.dealers = 0
+        self.dealers = self.numbers = 0
 
     def sockets(self, process: Process) -> SimSockets:
         """Sockets of a daemon's streams."""
