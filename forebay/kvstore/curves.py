@@ -30,6 +30,7 @@ RUNGS = 4
 FIRST_RATE_BITS = 3
 RUNG_BITS = 3
 STACK_KEYS = 1024
+BLOCK = 64
 BUCKETS_AN_OCTAVE = 8
 TENANTS_MAX = 32
 REGISTER_BITS = 11
@@ -38,22 +39,25 @@ _SAMPLED = re.compile(b"[\\x00-\\x1f]")  # the first byte of a key that is in ru
 
 
 class Stack:
-    """The last `limit` sampled keys in the order of their use, with bytes: an order-statistics tree over time.
+    """The last `limit` sampled keys in the order of their use, with bytes: sums over time, by blocks.
 
-    Each key sits at the position of its last use, in a Fenwick tree of bytes by position. Positions only grow;
-    when they run out, they are given out anew.
+    Each key sits at the position of its last use. Positions only grow; when they run out, they are given out anew. A
+    sum over what came later is one over the rest of a block and over the blocks behind it: both are short, and a change
+    costs two additions.
     """
 
     def __init__(self, limit: int = STACK_KEYS) -> None:
         self._limit = limit
-        self._size = 1
-        while self._size < 2 * limit:
-            self._size *= 2
+        self._size = -(-2 * limit // BLOCK) * BLOCK
         self._places: OrderedDict[int, tuple[int, int]] = OrderedDict()  # key -> (position, bytes), oldest first
-        self._tree = [0] * (self._size + 1)
-        self._next = 1
+        self._empty()
         self.bytes = 0
         self.full = False
+
+    def _empty(self) -> None:
+        self._held = [0] * self._size
+        self._blocks = [0] * (self._size // BLOCK)
+        self._next = 0
 
     def __len__(self) -> int:
         return len(self._places)
@@ -64,41 +68,34 @@ class Stack:
         distance = None
         if place is not None:
             position, held = place
-            distance = self.bytes - self._until(position)
-            self._add(position, -held)
-            self.bytes -= held
+            block = position // BLOCK
+            distance = sum(self._held[position + 1 : (block + 1) * BLOCK]) + sum(self._blocks[block + 1 :])
+            self._remove(position, held)
         elif len(self._places) >= self._limit:
-            _, (position, held) = self._places.popitem(last=False)
-            self._add(position, -held)
-            self.bytes -= held
+            self._remove(*self._places.popitem(last=False)[1])
             self.full = True
-        if self._next > self._size:
+        if self._next == self._size:
             self._renumber()
         self._places[key] = self._next, size
-        self._add(self._next, size)
+        self._append(size)
         self.bytes += size
-        self._next += 1
         return distance
 
-    def _add(self, position: int, size: int) -> None:
-        tree, end = self._tree, self._size
-        while position <= end:
-            tree[position] += size
-            position += position & -position
+    def _append(self, size: int) -> None:
+        self._held[self._next] = size
+        self._blocks[self._next // BLOCK] += size
+        self._next += 1
 
-    def _until(self, position: int) -> int:
-        tree, total = self._tree, 0
-        while position:
-            total += tree[position]
-            position &= position - 1
-        return total
+    def _remove(self, position: int, size: int) -> None:
+        self._held[position] = 0
+        self._blocks[position // BLOCK] -= size
+        self.bytes -= size
 
     def _renumber(self) -> None:
-        self._tree = [0] * (self._size + 1)
-        for number, (key, (_, size)) in enumerate(list(self._places.items()), 1):
-            self._places[key] = number, size
-            self._add(number, size)
-        self._next = len(self._places) + 1
+        self._empty()
+        for key, (_, size) in list(self._places.items()):
+            self._places[key] = self._next, size
+            self._append(size)
 
 
 class Rung:
