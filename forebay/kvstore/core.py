@@ -29,7 +29,7 @@ from forebay.kvstore.facts import Counters, HostFact, PoolMemory
 from forebay.kvstore.header import ChunkHeader, SlotState, encode_header, header_bytes
 from forebay.kvstore.identity import Namespace
 from forebay.kvstore.index import ChunkTable
-from forebay.kvstore.layout import extends, granule_count, needed_from, payload_bytes
+from forebay.kvstore.layout import extends, granule_count, needed_from, needs_all, payload_bytes
 from forebay.kvstore.leases import Client, Hold, Leases, Reservation
 from forebay.kvstore.limits import Limits
 from forebay.kvstore.namespaces import Namespaces
@@ -296,12 +296,12 @@ class StoreCore:
             self.retire(child, "replaced")
 
     def _demote_passed(self, entry: Entry) -> None:
-        """A window chunk that the chain's frontier has left behind goes first when room is needed.
+        """A window chunk or a state that the chain's frontier has left behind goes first when room is needed.
 
         No hit at the frontier reads it; only a prompt that branches off further back would.
         """
         group = self.namespaces[entry.namespace].groups[entry.group]
-        if group.window is None:
+        if needs_all(group):
             return
         edge, ancestor = needed_from(group, entry.end), entry
         while ancestor.start > 0 and ancestor.end > edge:

@@ -85,6 +85,17 @@ def test_a_state_takes_the_same_room_whatever_its_chunk_s_length() -> None:
     assert payload_bytes(STATE, 16) == payload_bytes(STATE, 2048) == 2 * (4 * 4 * 8 * 4 + (2 + 4) * 4 * 3 * 2)
 
 
+def test_states_that_the_frontier_has_passed_go_first() -> None:
+    store, tokens = HybridStore(extents=3), list(range(1, 8 * CHUNK + 1))
+    store.store_prompt(tokens)
+    for seed in range(1, 5):
+        store.store_prompt([10_000 + seed] * CHUNK)
+    gone = [fact.entry for fact in store.facts if not fact.stored]
+    assert gone and {entry.group for entry in gone} == {1}
+    assert max(entry.end for entry in gone) < 8 * CHUNK
+    assert store.hit(tokens) == 8 * CHUNK, "the frontier can still be resumed"
+
+
 @pytest.mark.parametrize("count", [0, 2])
 def test_a_state_is_committed_with_one_checksum(count: int) -> None:
     store = HybridStore()
