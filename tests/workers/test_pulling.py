@@ -12,7 +12,7 @@ SHAPES = [GroupShape(geometry("full"), 32, 64), GroupShape(geometry("window", 40
 
 
 def chunk(group: int, start: int, tokens: int, promoted: str = "") -> ChunkRead:
-    return ChunkRead(group, start, tokens, 0, 0, 0, 0, 1, b"", bytes(32), promoted)
+    return ChunkRead(group, start, tokens, 0, 0, 0, 0, 1, bytes(32), promoted)
 
 
 def found(hit: int, *chunks: ChunkRead) -> Found:
