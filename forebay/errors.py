@@ -11,7 +11,9 @@
         AlreadyRunning         another process holds the socket, directory or lock
         NoSpace                memory or disk is exhausted
         NotWritable            a directory or file can't be written
+        OtherVersion           a pool or directory was left by another version: it is neither read nor touched
       CorruptChunk             bytes don't match their header (always turned into a miss by callers)
+        ForeignChunk           a header of another version
 
 Packages add leaves of their own (`forebay.models.errors`, `forebay.events.errors`), one for each failure
 that a caller treats differently. `exit_code` is what the command line exits with.
@@ -79,5 +81,13 @@ class NotWritable(ResourceError):
     """A path can't be written by this user."""
 
 
+class OtherVersion(ResourceError):
+    """What is stored there is in formats of another version. The message says which, and what to do."""
+
+
 class CorruptChunk(ForebayError):
     """Bytes and header of a chunk disagree. Callers turn it into a miss; it is never served."""
+
+
+class ForeignChunk(CorruptChunk):
+    """A chunk in a format of another version, as far as that can be told. It is never served either."""

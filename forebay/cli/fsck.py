@@ -1,16 +1,19 @@
 """Check every byte: of a store's memory, of a file tier's directory, or of both.
 
 Prints a list of what is wrong and exits with 1; --repair moves it aside. A directory can be checked with or
-without a store running on it.
+without a store running on it. --pools instead lists the pools in shared memory: one whose store was killed keeps its
+memory until a store starts on the same socket again, or --repair removes it.
 
 example:
   forebay fsck --socket /run/forebay/store.sock --fs /var/lib/forebay --repair
+  forebay fsck --pools
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,8 @@ SETTINGS = (
     Setting("socket", unix_socket, None, "check this store's memory", shown="without fs: the usual one"),
     Setting("fs", path, None, "check this file tier's directory"),
     Setting("fs_state_dir", path, None, "where its manifest is", shown="inside the directory"),
+    Setting("pools", boolean, False, "list pools, and which of them no store holds", shown="no", switch=True),
+    Setting("pool_dir", path, path("/dev/shm"), "where those pools are"),  # noqa: S108
     Setting("repair", boolean, False, "take out what is wrong; files are moved aside", shown="no", switch=True),
 )
 
@@ -35,6 +40,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(flags: dict[str, Any]) -> int:
     """Check; 1 if anything is wrong."""
     values = resolve("fsck", SETTINGS, flags)
+    if values["pools"]:
+        return int(_pools(values["pool_dir"], values["repair"]) > 0)
     wrong = 0
     if values["fs"] is not None:
         wrong += _files(values["fs"], values["fs_state_dir"], values["repair"])
@@ -51,6 +58,22 @@ def _memory(socket: Path, repair: bool) -> int:
         print(f"memory: {line}: checksums differ{' (taken out)' if repair else ''}")
     print(f"memory: {checked.chunks} chunks, {bytes_text(checked.bytes)} read, {len(checked.damaged)} damaged")
     return len(checked.damaged)
+
+
+def _pools(pool_dir: Path, repair: bool) -> int:
+    from forebay.kvstore import leftovers
+
+    found = list(leftovers.pools(pool_dir))
+    left = 0
+    for pool in found:
+        state = "in use"
+        if not pool.held:
+            left += 1
+            state = "removed" if repair and leftovers.remove(pool) else "its store is gone"
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(pool.used_at))
+        print(f"pools: {pool.path}: {bytes_text(pool.bytes)}, used {used}, {pool.formats or 'unmarked'}: {state}")
+    print(f"pools: {len(found)} in {pool_dir}, {left} of stores that are gone")
+    return left
 
 
 def _files(folder: Path, state_dir: Path | None, repair: bool) -> int:

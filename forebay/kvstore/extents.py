@@ -1,7 +1,7 @@
 """The pool's memory: files in a private directory on tmpfs, which outlive the daemon.
 
     DIR/forebay-<uid>-<name>/        mode 0700
-      lock                           flock of the living daemon
+      lock                           flock of the living daemon, and the formats that the rest is in
       extent-000000 ...              posix_fallocate'd before anyone gets them, else a full tmpfs kills writers
       clients/<id>                   one flock a client or tier process: held means that it may still write
       namespaces/<id>                canonical encodings, so that re-adopted chunks know what they are
@@ -20,18 +20,25 @@ import struct
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import xxhash
 
-from forebay.errors import AlreadyRunning, NoSpace, NotWritable
+from forebay.errors import AlreadyRunning, NoSpace, NotWritable, OtherVersion
+from forebay.kvstore import formats
 from forebay.kvstore.entry import SlotRef
 from forebay.kvstore.header import ChunkHeader, SlotState, decode_header, mark_slot
+from forebay.kvstore.identity import encoded_namespace_id
 from forebay.kvstore.slots import EXTENT_HEADER_BYTES
 
 log = logging.getLogger(__name__)
 
 _EXTENT = struct.Struct("<8sQQI")
 _EXTENT_MAGIC = b"FBEXTNT1"
+REMEDY = (
+    "start that version on this socket and stop it there, remove the pool with `forebay fsck --pools --repair`, "
+    "or choose another --socket or --pool-dir"
+)
 
 
 def pool_path(pool_dir: Path, socket: Path) -> Path:
@@ -52,7 +59,7 @@ class PoolFiles:
     _lock: int = -1
 
     def open(self) -> None:
-        """Create or take over the directory. Raises AlreadyRunning, NotWritable."""
+        """Create or take over the directory. Raises AlreadyRunning, NotWritable, OtherVersion."""
         try:
             for folder in (self.path, self.path / "clients", self.path / "namespaces"):
                 folder.mkdir(mode=0o700, exist_ok=True)
@@ -68,6 +75,22 @@ class PoolFiles:
             os.close(self._lock)
             self._lock = -1
             raise AlreadyRunning(f"another store owns the pool {self.path}; stop it first, or use another --socket")
+        self._check_formats()
+
+    def _check_formats(self) -> None:
+        found = formats.read_line(self._lock)
+        if found not in ("", formats.format_line("pool")):
+            self.refuse(found)
+        for file in self.path.glob("extent-*"):
+            with open(file, "rb") as extent:
+                magic = extent.read(len(_EXTENT_MAGIC))
+            if magic[:-1] == _EXTENT_MAGIC[:-1] and magic != _EXTENT_MAGIC:
+                self.refuse(f"extents {magic.decode('ascii', 'replace')}")
+        formats.write_line(self._lock, "pool")
+
+    def refuse(self, found: str) -> NoReturn:
+        """The pool is another version's: raises OtherVersion. `found` says what shows it."""
+        raise OtherVersion(formats.refusal(f"the pool {self.path}", found, "pool", REMEDY))
 
     @property
     def locked(self) -> bool:
@@ -81,6 +104,7 @@ class PoolFiles:
             if file.stat().st_size == self.extent_bytes and file.name[7:].isdigit():
                 found.append(int(file.name[7:]))
             else:
+                log.warning("%s is removed: extents have %d bytes now", file, self.extent_bytes)
                 file.unlink()
         return found
 
@@ -160,8 +184,15 @@ class PoolFiles:
         (self.path / "namespaces" / namespace_id.hex()).unlink(missing_ok=True)
 
     def saved_namespaces(self) -> list[bytes]:
-        """Encodings of all remembered namespaces."""
-        return [file.read_bytes() for file in (self.path / "namespaces").iterdir() if not file.suffix]
+        """Encodings of all remembered namespaces, as they were written. Damaged ones are left out."""
+        found = []
+        for file in (self.path / "namespaces").iterdir():
+            encoded = b"" if file.suffix else file.read_bytes()
+            if encoded_namespace_id(encoded).hex() == file.name:
+                found.append(encoded)
+            elif not file.suffix:
+                log.warning("%s is damaged: its chunks can't be read", file)
+        return found
 
     def close(self, *, remove: bool) -> None:
         """Let go of everything; with `remove` leave nothing behind."""

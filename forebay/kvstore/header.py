@@ -18,7 +18,7 @@ from enum import IntEnum
 import msgspec
 import xxhash
 
-from forebay.errors import CorruptChunk
+from forebay.errors import CorruptChunk, ForeignChunk
 from forebay.kvstore.identity import KEY_BYTES, LAYOUT_VERSION, MATCH_UNIT, unpack_tokens
 from forebay.kvstore.layout import ALIGNMENT, round_up
 
@@ -101,14 +101,16 @@ def encode_header(
 
 
 def decode_header(data: bytes | memoryview) -> ChunkHeader:
-    """The header at the front of `data`. Raises CorruptChunk with the reason, whatever `data` is."""
+    """The header at the front of `data`. Raises CorruptChunk with the reason, whatever `data` is; ForeignChunk if it
+    seems to be a header of another version."""
     if len(data) < _BODY_AT:
         raise CorruptChunk(f"{len(data)} bytes are too few for a header")
     magic, _, version, _, digest, length = _PREFIX.unpack_from(data)
     if magic != MAGIC:
-        raise CorruptChunk("no chunk begins here (magic differs)")
+        kind = ForeignChunk if magic[:7] == MAGIC[:7] else CorruptChunk
+        raise kind("no chunk begins here (magic differs)")
     if version != HEADER_VERSION:
-        raise CorruptChunk(f"header version {version}, this build reads {HEADER_VERSION}")
+        raise ForeignChunk(f"header version {version}, this build reads {HEADER_VERSION}")
     if length > HEADER_BYTES_MAX or _BODY_AT + length > len(data):
         raise CorruptChunk(f"header of {length} bytes is cut short")
     if xxhash.xxh3_64_intdigest(data[_BODY_AT - 4 : _BODY_AT + length]) != digest:
@@ -117,6 +119,8 @@ def decode_header(data: bytes | memoryview) -> ChunkHeader:
         header = msgspec.msgpack.decode(data[_BODY_AT : _BODY_AT + length], type=ChunkHeader)
     except msgspec.DecodeError as error:
         raise CorruptChunk(f"header body: {error}") from error
+    if header.layout_version != LAYOUT_VERSION:
+        raise ForeignChunk(f"layout version {header.layout_version}, this build reads {LAYOUT_VERSION}")
     why = _inconsistency(header)
     if why:
         raise CorruptChunk(why)
@@ -124,8 +128,6 @@ def decode_header(data: bytes | memoryview) -> ChunkHeader:
 
 
 def _inconsistency(header: ChunkHeader) -> str | None:
-    if header.layout_version != LAYOUT_VERSION:
-        return f"layout version {header.layout_version}, this build reads {LAYOUT_VERSION}"
     if not len(header.namespace) == len(header.key) == len(header.parent) == KEY_BYTES:
         return "a key has not 32 bytes"
     if not header.tokens or len(header.tokens) % (4 * MATCH_UNIT) or header.start % MATCH_UNIT:

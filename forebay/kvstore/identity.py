@@ -45,6 +45,7 @@ __all__ = [
     "chunk_keys",
     "decode_namespace",
     "encode_namespace",
+    "encoded_namespace_id",
     "pack_tokens",
     "root_key",
     "tenant_salt",
@@ -85,7 +86,7 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def id(self) -> bytes:
         """32 bytes that stand for the whole struct."""
-        return hashlib.sha256(_NAMESPACE_DOMAIN + encode_namespace(self)).digest()
+        return encoded_namespace_id(encode_namespace(self))
 
     def group_index(self, name: str) -> int:
         """Position of the group called `name`. Raises KeyError."""
@@ -93,6 +94,11 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if group.name == name:
                 return index
         raise KeyError(name)
+
+
+def encoded_namespace_id(encoded: bytes) -> bytes:
+    """The id of a namespace from its canonical encoding, whatever version that is of."""
+    return hashlib.sha256(_NAMESPACE_DOMAIN + encoded).digest()
 
 
 def encode_namespace(namespace: Namespace) -> bytes:

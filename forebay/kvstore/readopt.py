@@ -9,9 +9,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from forebay.errors import CorruptChunk
+from forebay.errors import CorruptChunk, ForeignChunk
 from forebay.kvstore.core import StoreCore
 from forebay.kvstore.entry import Entry, SlotRef
 from forebay.kvstore.extents import PoolFiles
@@ -26,19 +26,26 @@ from forebay.kvstore.header import (
 )
 from forebay.kvstore.layout import granule_count, payload_bytes
 
+GENERATION_MAX = 1 << 63
+"""No clock gives such a number; one that did would be followed by numbers that don't fit into a slot."""
+
 
 @dataclass
 class Adopted:
-    """What a scan of the pool found."""
+    """What a scan of the pool found. `foreign` are committed slots with headers of another version, it seems."""
 
     chunks: int = 0
     freed: int = 0
     quarantined: int = 0
     corrupt: int = 0
+    foreign: list[SlotRef] = field(default_factory=list)
 
 
 def readopt(core: StoreCore, pool: PoolFiles, extents: list[int], alive: Callable[[bytes], bool]) -> Adopted:
-    """Take the left extents into the core. Reads headers only. `alive` tells whether a writer may still write."""
+    """Take the left extents into the core. Reads headers only. `alive` tells whether a writer may still write.
+
+    Raises OtherVersion if there are several chunks and all seem to be of another version; they stay as they are.
+    """
     found = Adopted()
     with _no_garbage():
         for extent in extents:
@@ -51,6 +58,10 @@ def readopt(core: StoreCore, pool: PoolFiles, extents: list[int], alive: Callabl
             for offset in list(core.place.slots.extents[extent].free):
                 _adopt_slot(core, SlotRef(extent, offset), view[offset : offset + slot_bytes], alive, found)
             core.place.slots.uncut_if_empty(extent)
+    if len(found.foreign) > 1 and not found.chunks:
+        pool.refuse(f"{len(found.foreign)} chunks with other headers")
+    for slot in found.foreign:  # one, or among good ones: damaged, rather
+        _drop_corrupt(core, slot, found)
     return found
 
 
@@ -69,16 +80,20 @@ def _no_garbage() -> Iterator[None]:
 def _adopt_slot(
     core: StoreCore, slot: SlotRef, memory: memoryview, alive: Callable[[bytes], bool], found: Adopted
 ) -> None:
-    state = slot_state(memory)
-    core.saw_generation(slot_generation(memory))
+    state, generation = slot_state(memory), slot_generation(memory)
+    if generation >= GENERATION_MAX:
+        _drop_corrupt(core, slot, found)
+        return
+    core.saw_generation(generation)
     if state is SlotState.FREE:
         return
     try:
         header = decode_header(memory)
-    except CorruptChunk:
-        found.corrupt += 1
-        core.counters.add("host.corrupt")
-        core.memory.mark(slot, SlotState.FREE, 0)
+    except CorruptChunk as error:
+        if isinstance(error, ForeignChunk) and state is SlotState.COMMITTED:
+            found.foreign.append(slot)
+        else:
+            _drop_corrupt(core, slot, found)
         return
     if state in (SlotState.RESERVED, SlotState.PROMOTING) and alive(header.owner):
         core.place.slots.claim(slot)
@@ -91,6 +106,12 @@ def _adopt_slot(
     else:
         core.memory.mark(slot, SlotState.FREE, 0)
         found.freed += 1
+
+
+def _drop_corrupt(core: StoreCore, slot: SlotRef, found: Adopted) -> None:
+    found.corrupt += 1
+    core.counters.add("host.corrupt")
+    core.memory.mark(slot, SlotState.FREE, 0)
 
 
 def _belongs(core: StoreCore, header: ChunkHeader, room: int) -> bool:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from forebay.errors import AlreadyRunning, ConfigError, ForebayError, NoSpace, NotWritable, ResourceError
+from forebay.errors import AlreadyRunning, ConfigError, ForebayError, NoSpace, NotWritable, OtherVersion, ResourceError
 from forebay.tiers.channel import Channel
 from forebay.tiers.child import Child
 from forebay.tiers.messages import FromTier, GetTierStats, Start, Started, StartFailed, Stop
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_RID = 0
 START_ERRORS: dict[str, type[ForebayError]] = {
-    kind.__name__: kind for kind in (ConfigError, AlreadyRunning, NoSpace, NotWritable, ResourceError)
+    kind.__name__: kind for kind in (ConfigError, AlreadyRunning, NoSpace, NotWritable, OtherVersion, ResourceError)
 }
 
 

@@ -14,12 +14,12 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 
-from forebay.errors import CorruptChunk
+from forebay.errors import CorruptChunk, ForeignChunk
 from forebay.kvstore.header import ChunkHeader
 from forebay.tiers.base import ChunkId, ClearScope, TierChange
 from forebay.tiers.chunks import header_block
 from forebay.tiers.fs.complaints import complain
-from forebay.tiers.fs.device import Device, TempFile
+from forebay.tiers.fs.device import Device, TempFile, disk_bytes
 from forebay.tiers.fs.inspect import Front, front_of
 from forebay.tiers.fs.ledger import Ledger
 from forebay.tiers.fs.manifest import Leaving, Manifest, Record, first_unit, tenant_digest
@@ -141,6 +141,9 @@ class Shelf:
                     return False
             try:
                 front = front_of(self.device, path)
+            except ForeignChunk as error:
+                self._leave(chunk, str(error))
+                return False
             except CorruptChunk as error:
                 self._move_aside(chunk, str(error))
                 return False
@@ -154,6 +157,14 @@ class Shelf:
             self._outbox.change(TierChange(chunk, True, "", header_block(front.block)))
         self.counts["adopted"] += 1
         return True
+
+    def _leave(self, chunk: ChunkId, why: str) -> None:
+        """A file that nobody here has written, of another version: it stays where it is, and counts."""
+        path = self.device.paths.chunk(chunk)
+        complain("version", "%s is left alone: %s; remove it, or `forebay fsck --fs DIR --repair` moves it aside", path, why)
+        self.manifest.end_write(chunk)
+        self.counts["other_version"] += 1
+        self.ledger.move(other=disk_bytes(os.lstat(path)))
 
     def announce(self, chunk: ChunkId) -> None:
         """Tell of a chunk that an earlier process stored, if its file is still there and right."""

@@ -37,7 +37,7 @@ from forebay.tiers.fs.keeper import Keeper
 from forebay.tiers.fs.ledger import Ledger
 from forebay.tiers.fs.manifest import BROKEN, Manifest
 from forebay.tiers.fs.namespaces import NamespaceFiles
-from forebay.tiers.fs.opening import directory_id, explained, lock_directory, make_folders
+from forebay.tiers.fs.opening import check_formats, directory_id, explained, lock_directory, make_folders
 from forebay.tiers.fs.options import FsOptions, fs_options
 from forebay.tiers.fs.outbox import Outbox
 from forebay.tiers.fs.paths import Paths
@@ -68,7 +68,7 @@ class FsTier(SecondaryTier):
         device: Callable[[Paths, FsOptions], Device] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open the directory. Raises ConfigError, AlreadyRunning, NotWritable, NoSpace."""
+        """Open the directory. Raises ConfigError, AlreadyRunning, NotWritable, NoSpace, OtherVersion."""
         self.name = name
         self.options = found = fs_options(name, options)
         self._clock = clock
@@ -86,6 +86,7 @@ class FsTier(SecondaryTier):
     def _open_parts(self, device: Callable[[Paths, FsOptions], Device] | None) -> None:
         options = self.options
         self._state = State(options.state_path, directory_id(self._lock, self._paths))
+        check_formats(self._lock, self._paths)
         ledger = Ledger(options.quota_bytes)
         manifest, self._rebuilt = self._open_manifest(ledger)
         quarantine = Quarantine(self._paths.quarantine, ledger, options.quarantine_files, options.quarantine_cap)
