@@ -21,7 +21,7 @@ from forebay.kvstore.facts import HostFact
 from forebay.kvstore.header import MAGIC, SlotState, slot_state
 from forebay.kvstore.identity import MATCH_UNIT, GroupGeometry, Namespace, chain
 from forebay.kvstore.protocol import ChunkRead, Found
-from forebay.testing.simulate.oracle import Write
+from forebay.testing.simulate.oracle import Write, written_units
 from forebay.testing.simulate.plan import FAULTS
 from forebay.testing.simulate.state import charged, evictable, fingerprint, leased, quarantined, residents
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from forebay.testing.simulate.worker import Prompt, Worker
     from forebay.testing.simulate.world import World
 
-BUSY_REFUSALS = ("busy",)
+BUSY_REFUSALS = ("busy", "budget")
 _BRING_BACK = frozenset(fault for fault in FAULTS if fault.startswith(("daemon_", "tier_killed", "power", "tier_hung")))
 _MARK = struct.Struct("<8sIIQ")
 LATE_S = 5.0
@@ -51,6 +51,8 @@ class _Clear:
 
 def needed_from(group: GroupGeometry, hit: int) -> int:
     """The first token that a query at `hit` looks at, worked out here and not by the store."""
+    if group.kind == "recurrent":
+        return max(0, hit - MATCH_UNIT)  # the state at the hit itself
     first = 0 if group.window is None else max(0, hit - (group.window - 1))
     return first - first % MATCH_UNIT
 
@@ -75,7 +77,7 @@ class Checks:
         for index, group in enumerate(prompt.namespace.groups):
             have: set[int] = set()
             for chunk in found.chunks:
-                if chunk.group == index:
+                if chunk.group == index and (group.kind != "recurrent" or chunk.start + chunk.tokens == found.hit):
                     have.update(range(chunk.start, chunk.start + chunk.tokens, MATCH_UNIT))
             missing = [at for at in range(needed_from(group, found.hit), found.hit, MATCH_UNIT) if at not in have]
             if missing:
@@ -83,10 +85,10 @@ class Checks:
 
     def read(self, worker: Worker, prompt: Prompt, found: Found, chunk: ChunkRead, data: bytes) -> None:
         """Bytes that a reader takes for good."""
-        granule = prompt.namespace.groups[chunk.group].granule_bytes
+        group = prompt.namespace.groups[chunk.group]
         end = min(found.hit, chunk.start + chunk.tokens)
-        wanted = data[: (end - chunk.start) // MATCH_UNIT * granule]
-        units = prompt.units_of(chunk.start, end)
+        units = written_units(group, prompt.units_of(chunk.start, end))
+        wanted = data[: len(units) * group.granule_bytes]
         version = self.world.oracle.version_of(chunk.group, chunk.key, wanted, units)
         if version is None:
             self._fail(
@@ -147,6 +149,8 @@ class Checks:
             self._stored(daemon, core, entry)
         elif entry.state is not SlotState.RETIRED or core.table.get(entry.group, entry.key) is entry:
             self._fail(f"a removal ({fact.reason}) is told of a chunk that is still there")
+        elif fact.reason in ("evicted", "quota") and entry.pins:
+            self._fail(f"a chunk with {entry.pins} pins is evicted")
         elif fact.reason == "replaced" and not self.world.rotted and not self._replaced(core, entry):
             self._fail("a chunk is told to be replaced, and no fuller one of its kind is there")
 
@@ -256,8 +260,15 @@ class Checks:
     def _holders(self, daemon: SimDaemon, core: StoreCore) -> None:
         assert daemon.service is not None
         pins: dict[Entry, int] = {}
+        hard = 0
         for entry in leased(daemon.service):
             pins[entry] = pins.get(entry, 0) + 1
+        for entry in core.table:
+            if core.pins.is_hard(entry):
+                hard += entry.slot_bytes
+                pins[entry] = pins.get(entry, 0) + 1
+        if hard != core.pins.hard_bytes or hard > core.limits.pin_share * core.place.slots.total_bytes:
+            self._fail(f"{hard} bytes are pinned hard, the account says {core.pins.hard_bytes}; or that is too much")
         for tier in daemon.service.cascade.tiers.values():
             largest, held = 0, 0
             for entry in tier.stores.values():
@@ -322,6 +333,7 @@ class Checks:
         left["checks under way"] = len(service.reader._checks)
         left["bytes in quarantine"] = core.quarantined_bytes
         left["long work"] = len(core.chores)
+        left["kept chunks"] = len(core.pins)
         left["leases"] = len(core.leases)
         left["failures in the background"] = int(core.counters.values.get("store.background_failures", 0))
         wrong = {name: count for name, count in left.items() if count}
@@ -333,7 +345,7 @@ def announced_units(core: StoreCore, namespace: Namespace) -> set[bytes]:
     """Unit keys that a router may believe in, counted from the table alone: in all full groups, and in all window
     groups too or before such a unit."""
     groups = namespace.groups
-    full = [i for i, group in enumerate(groups) if group.kind == "full"] or list(range(len(groups)))
+    full = [i for i, group in enumerate(groups) if group.kind in ("full", "latent")] or list(range(len(groups)))
     windows = [i for i in range(len(groups)) if i not in full]
     have: dict[bytes, set[int]] = {}
     parents: dict[bytes, bytes] = {}

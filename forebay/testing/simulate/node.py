@@ -19,6 +19,7 @@ from forebay.kvstore.daemon import Daemon
 from forebay.kvstore.extents import ClientLocks, PoolFiles
 from forebay.kvstore.facts import HostFact
 from forebay.kvstore.identity import decode_namespace
+from forebay.kvstore.limits import Limits
 from forebay.kvstore.server import Connection
 from forebay.kvstore.service import StoreService
 from forebay.testing.simulate.loop import Process
@@ -43,6 +44,7 @@ class SimConfig(StoreConfig):
 
     small_extent_bytes: int = 1 << 16
     small_extents: int = 4
+    drawn: Limits = field(default_factory=Limits)
 
     @property
     def extent_bytes(self) -> int:
@@ -51,6 +53,10 @@ class SimConfig(StoreConfig):
     @property
     def extents(self) -> int:
         return self.small_extents
+
+    @property
+    def limits(self) -> Limits:
+        return self.drawn
 
 
 class SimConnection(Connection):
@@ -117,7 +123,6 @@ class SimDaemon(Daemon):
 
     def _adopt(self, core: StoreCore, pool: PoolFiles, locks: ClientLocks) -> int:
         self.core = core
-        core.limits, core.clock = self.node.world.plan.limits, self.node.world.loop.time
         self.node.world.count("adoptions", len(pool.existing()) > 0)
         adopted = super()._adopt(core, pool, locks)
         self.node.world.count("adopted_chunks", adopted)
@@ -213,8 +218,9 @@ class Node:
         pool = SimPool(self.folder, plan.extent_bytes, process=process)
         pool.open()
         config = SimConfig(
-            Path(self.address), small_extent_bytes=plan.extent_bytes, small_extents=plan.extents, pool_dir=self.folder
-        )
+            Path(self.address), small_extent_bytes=plan.extent_bytes, small_extents=plan.extents, pool_dir=self.folder,
+            tenants=plan.rules, drawn=plan.limits,
+        )  # fmt: skip
         daemon = SimDaemon(config, node=self, process=process, pool=pool)
         process.at_exit.append(pool.abandon)
         self.daemon = daemon

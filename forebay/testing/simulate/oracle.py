@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from forebay.kvstore.identity import MATCH_UNIT
+from forebay.kvstore.identity import MATCH_UNIT, GroupGeometry
 
 UnitIds = tuple[bytes, ...]
 NEVER = float("inf")
@@ -25,6 +25,11 @@ def unit_ids(namespace: int, salt: bytes, extra: bytes, token_ids: Sequence[int]
         identity = hashlib.blake2b(identity + unit, digest_size=16).digest()
         found.append(identity)
     return tuple(found)
+
+
+def written_units(group: GroupGeometry, units: UnitIds) -> UnitIds:
+    """What a chunk of these units has bytes of: each of them, or of a state the last one alone."""
+    return units[-1:] if group.kind == "recurrent" else units
 
 
 def granule(group: int, unit: bytes, version: int, size: int) -> bytes:

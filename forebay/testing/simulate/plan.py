@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from forebay.kvstore.identity import GroupGeometry, Namespace
 from forebay.kvstore.limits import Limits
+from forebay.kvstore.tenancy import TenantRule
 
 FAULTS = (
     "network_slow", "network_sliced", "network_small_buffers", "connection_reset",
@@ -51,6 +52,7 @@ class Plan:
     extent_bytes: int
     extents: int
     limits: Limits
+    rules: dict[str, TenantRule]
     topics: int
     depth: int
     deadline_ms: tuple[int, ...]
@@ -91,6 +93,7 @@ def draw_plan(seed: int) -> Plan:
     groups = _groups(rng)
     # Wrong bytes in memory are for checksums to find; readers that trust the generation need a memory that keeps.
     readers_verify = "memory_rot" in faults or rng.random() < 0.5
+    extent_bytes, extents = rng.choice((9, 13, 17, 25)) * 4096, rng.choice((2, 2, 3, 4))
     return Plan(
         seed=seed,
         faults=frozenset(faults),
@@ -105,9 +108,10 @@ def draw_plan(seed: int) -> Plan:
             Namespace(weights=bytes([n + 1]) * 32, groups=groups, chunk_tokens=chunk_tokens)
             for n in range(rng.choice((1, 1, 2)))
         ),
-        extent_bytes=rng.choice((9, 13, 17, 25)) * 4096,
-        extents=rng.choice((2, 2, 3, 4)),
+        extent_bytes=extent_bytes,
+        extents=extents,
         limits=_limits(rng),
+        rules=_tenants(rng, extent_bytes * extents),
         topics=rng.choice((1, 2, 3)),
         depth=rng.choice((2, 4, 6, 8)),
         deadline_ms=tuple(rng.sample((0, 0, 20, 100, 500, 3000), 3)),
@@ -122,8 +126,20 @@ def draw_plan(seed: int) -> Plan:
 def _groups(rng: random.Random) -> tuple[GroupGeometry, ...]:
     full = GroupGeometry("full", "full", (0,), 1, rng.choice((4, 8)), "float32")
     window = GroupGeometry("window", "window", (1,), 1, 4, "float32", rng.choice((1, 17, 40, 100)))
-    other = GroupGeometry("other", "full", (2,), 1, 4, "float32")
-    return rng.choice(((full,), (full,), (full, window), (full, other), (full, window, other)))
+    latent = GroupGeometry("latent", "latent", (2,), 1, 12, "bfloat16")
+    state = GroupGeometry("state", "recurrent", (3,), 1, 8, "float32")
+    kinds = ((full,), (full,), (full, window), (full, latent), (full, window, latent), (full, state), (window, state))
+    return rng.choice(kinds)
+
+
+def _tenants(rng: random.Random, pool: int) -> dict[str, TenantRule]:
+    """Rules for some seeds' first tenants."""
+    if rng.random() < 0.7:
+        return {}
+    return {
+        "tenant0": TenantRule(quota=pool // rng.choice((2, 3)), weight=rng.choice((0.5, 2.0))),
+        "tenant1": TenantRule(guarantee=pool // rng.choice((3, 5))),
+    }
 
 
 def _limits(rng: random.Random) -> Limits:
@@ -138,4 +154,6 @@ def _limits(rng: random.Random) -> Limits:
         removed_remembered=rng.choice((4, 1 << 16)),
         lease_s=rng.choice((0.1, 0.3, 120.0)),
         reservation_s=rng.choice((0.1, 0.5, 60.0)),
+        pin_share=rng.choice((0.1, 0.25, 0.5)),
+        retain_share=rng.choice((0.1, 0.3)),
     )

@@ -46,7 +46,7 @@ def fingerprint(core: StoreCore) -> tuple[int, ...]:
     place = core.place
     return (
         place.stamp, place.accounts.evictable_entries, len(core.leases), core.reserved_bytes, core.promoting_bytes,
-        core.quarantined_bytes,
+        core.quarantined_bytes, len(core.pins), core.pins.hard_bytes,
     )  # fmt: skip
 
 
@@ -61,5 +61,5 @@ def leased(service: StoreService) -> Iterator[Entry]:
 def waiting(service: StoreService) -> int:
     """Whatever the service still has to do or to wait for."""
     core = service.core
-    mine = len(core.quarantine) + len(core.chores) + len(core.leases)
+    mine = len(core.quarantine) + len(core.chores) + len(core.leases) + len(core.pins)
     return len(service.connections) + len(service.reader._checks) + mine + service.cascade.busy

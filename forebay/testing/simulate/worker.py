@@ -19,7 +19,7 @@ from forebay.kvstore.header import granule_checksums
 from forebay.kvstore.identity import MATCH_UNIT, Chain, Namespace, pack_tokens, root_key, tenant_salt
 from forebay.kvstore.protocol import ChunkRead, Found, NewChunk, Slot, Written
 from forebay.testing.simulate.loop import Process
-from forebay.testing.simulate.oracle import UnitIds, Write, unit_ids
+from forebay.testing.simulate.oracle import UnitIds, Write, unit_ids, written_units
 
 if TYPE_CHECKING:
     from forebay.testing.simulate.node import Node
@@ -68,7 +68,7 @@ class SimClient(AsyncStoreClient):
     """The real client over the simulated network."""
 
     def __init__(self, world: World, node: Node, process: Process, rng: random.Random) -> None:
-        super().__init__(f"unix://{node.address}", timeout_s=2.0)
+        super().__init__(f"unix://{node.address}", timeout_s=2.0, group=node.name.encode())
         self._world, self._node, self._process = world, node, process
         self._session.client = rng.randbytes(16)
 
@@ -169,6 +169,8 @@ class Worker:
         hit = found.hit
         if found.lease:
             self.held.append(found.lease)
+        if found.chunks and rng.random() < 0.15:
+            await self._promise(prompt, found)
         if rng.random() < 0.7 or len(self.held) > 3:
             self._release()
         if rng.random() < 0.9:
@@ -253,7 +255,8 @@ class Worker:
         if not chunks:
             return
         try:
-            reserved = await self.client.reserve(prompt.namespace.id, prompt.tenant, chunks)
+            retain = self.rng.choice((0.0, 0.0, 0.0, 0.5))
+            reserved = await self.client.reserve(prompt.namespace.id, prompt.tenant, chunks, retain_s=retain)
         except RequestRefused as error:
             self.world.checks.refused(self, error)
             return
@@ -283,8 +286,9 @@ class Worker:
 
     def _begin_copy(self, prompt: Prompt, chunk: NewChunk, slot: Slot) -> _Copy:
         world = self.world
-        units = prompt.units_of(chunk.start, chunk.start + len(chunk.tokens) // 4)
-        granule = prompt.namespace.groups[chunk.group].granule_bytes
+        group = prompt.namespace.groups[chunk.group]
+        units = written_units(group, prompt.units_of(chunk.start, chunk.start + len(chunk.tokens) // 4))
+        granule = group.granule_bytes
         version = world.oracle.new_version()
         data = world.oracle.payload(chunk.group, units, version, granule)
         room = self.client.room(slot, len(data))
@@ -323,6 +327,36 @@ class Worker:
         for write in sent:
             write.acknowledged_at = world.loop.time()
         world.checks.committed(answer.committed, len(written), reserved_at)
+
+    # --- promises --------------------------------------------------------------------------------------
+
+    async def _promise(self, prompt: Prompt, found: Found) -> None:
+        """Keep, touch, share and give back parts of what was found."""
+        rng, client = self.rng, self.client
+        named = [(chunk.group, chunk.key) for chunk in found.chunks]
+        some = rng.sample(named, rng.randint(1, len(named)))
+        what = rng.choice(("soft", "hard", "unpin", "touch", "parts", "join", "join"))
+        self.world.count(f"op.{what}")
+        try:
+            if what in ("soft", "hard"):
+                await client.pin(some, kind=what, by=f"w{self.index}", ttl_s=rng.choice((0.1, 1.0)))  # type: ignore[arg-type]
+            elif what == "unpin":
+                await client.unpin(some, by=f"w{self.index}")
+            elif what == "touch":
+                await client.touch(some, tenant=prompt.tenant, retain_s=rng.choice((0.0, 0.3)))
+            elif what == "parts":
+                client.release_chunks(found.lease, rng.sample(range(len(named)), rng.randint(1, len(named))))
+            else:
+                await self._join(prompt, found)
+        except RequestRefused as error:
+            self.world.checks.refused(self, error)
+
+    async def _join(self, prompt: Prompt, found: Found) -> None:
+        """Renew the lease, and hold some that others of the group hold."""
+        others = [lease for w in self.world.workers if w.node is self.node and w is not self for lease in w.held]
+        joined = await self.client.join([found.lease, *others], lease_ms=self.rng.choice((0, 200)))
+        self.world.count("leases.joined", len(joined.leases))
+        self.held += [shared.lease for shared in joined.leases if shared.lease != found.lease]
 
     # --- the rest --------------------------------------------------------------------------------------
 
