@@ -13,7 +13,7 @@ from forebay.kvstore.header import ChunkHeader, SlotState, decode_header, granul
 from forebay.kvstore.identity import GroupGeometry, Namespace, chunk_keys, pack_tokens, root_key
 from forebay.kvstore.limits import Limits
 from forebay.kvstore.lookup import Prompt
-from forebay.kvstore.protocol import NewChunk
+from forebay.kvstore.protocol import NewChunk, Slot
 
 CHUNK = 32
 
@@ -67,7 +67,8 @@ class SmallStore:
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        self.core = StoreCore(self.memory, tell=self.facts.append, limits=self.limits)
+        self.now = 0.0
+        self.core = StoreCore(self.memory, tell=self.facts.append, limits=self.limits, clock=lambda: self.now)
         for extent in range(self.extents):
             self.memory.extents[extent] = bytearray(self.memory.extent_bytes)
             self.core.place.add_extent(extent, self.memory.extent_bytes)
@@ -76,12 +77,17 @@ class SmallStore:
         self.client = Client(b"c" * 16)
 
     def prompt(
-        self, tokens: list[int], salt: bytes = b"", limit: int | None = None, extra: bytes = b""
+        self,
+        tokens: list[int],
+        salt: bytes = b"",
+        limit: int | None = None,
+        extra: bytes = b"",
+        lease_s: float = 0.0,
     ) -> Prompt:
         root, packed = root_key(self.namespace_id, salt), pack_tokens(tokens)
         limit = len(tokens) if limit is None else limit
         keys = chunk_keys(root, packed, CHUNK, extra)
-        return Prompt(self.namespace_id, self.namespace, root, packed, keys, limit, extra)
+        return Prompt(self.namespace_id, self.namespace, root, packed, keys, limit, extra, lease_s)
 
     def chunks(self, tokens: list[int], salt: bytes = b"") -> list[NewChunk]:
         """Every chunk of a prompt in every group, parents first, the tail last."""
@@ -97,8 +103,10 @@ class SmallStore:
         """Reserve, write and commit one chunk; None if it was refused."""
         client = client or self.client
         slot = self.core.reserve(client, self.namespace_id, "", chunk)
-        if slot.status != "reserved":
-            return None
+        return self.write_and_commit(client, slot, chunk) if slot.status == "reserved" else None
+
+    def write_and_commit(self, client: Client, slot: Slot, chunk: NewChunk) -> Entry:
+        """Write a reserved chunk's bytes and make it visible."""
         data = self.payload(chunk)
         self.memory.extents[slot.extent][slot.payload_offset : slot.payload_offset + len(data)] = data
         granule = self.namespace.groups[chunk.group].granule_bytes
