@@ -16,8 +16,8 @@ from forebay.kvstore.identity import GroupGeometry, Namespace, check_namespace
 from forebay.kvstore.layout import Copy, Run, Shard, View, check_shard, payload_bytes, runs_of
 from tests.kvstore.layout import oracle, shapes
 
-EXAMPLES = int(os.environ.get("FOREBAY_LAYOUT_EXAMPLES", "120"))
-"""A longer search: FOREBAY_LAYOUT_EXAMPLES=20000."""
+EXAMPLES = int(os.environ.get("FOREBAY_LAYOUT_EXAMPLES", "100"))
+"""A longer search: FOREBAY_LAYOUT_EXAMPLES=5000 pytest --timeout=0 tests/kvstore/layout/test_views.py"""
 
 
 class Rank:
