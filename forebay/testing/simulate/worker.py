@@ -254,13 +254,13 @@ class Worker:
         chunks = self._missing(prompt, hit)
         if not chunks:
             return
+        reserved_at = self.world.loop.time()
         try:
             retain = self.rng.choice((0.0, 0.0, 0.0, 0.5))
             reserved = await self.client.reserve(prompt.namespace.id, prompt.tenant, chunks, retain_s=retain)
         except RequestRefused as error:
             self.world.checks.refused(self, error)
             return
-        reserved_at = self.world.loop.time()
         copies = []
         for chunk, slot in zip(chunks, reserved.slots, strict=True):
             self.world.count(f"reserve.{slot.status}")

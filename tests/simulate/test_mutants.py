@@ -1,0 +1,24 @@
+"""A simulation that can't find a mistake that is there says nothing about mistakes that aren't."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.simulate.mutants import MUTANTS, PAGE, hunt, known_seeds, noticed
+
+SEEDS_MAX = 400
+"""So many seeds are tried where the one of the page doesn't notice the mutant any more."""
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_simulation_notices_each_listed_mistake(name: str) -> None:
+    known = known_seeds().get(name)
+    assert (known is not None and noticed(name, known)) or hunt(name, SEEDS_MAX), f"{name} goes unnoticed"
+
+
+def test_every_mistake_of_the_page_is_a_patch_and_every_patch_is_on_the_page() -> None:
+    listed = re.findall(r"^\| `([a-z-]+)` \|", PAGE.read_text(encoding="utf-8").split("<!--")[0], re.MULTILINE)
+    assert sorted(listed) == sorted(MUTANTS)
+    assert len(listed) >= 20
