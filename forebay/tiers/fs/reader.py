@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import lmdb
 
-from forebay.errors import CorruptChunk
+from forebay.errors import CorruptChunk, ForeignChunk
 from forebay.kvstore.header import ChunkHeader
 from forebay.kvstore.layout import ALIGNMENT
 from forebay.tiers.base import JobResult, LoadJob
@@ -72,6 +72,8 @@ class Reader:
                 os.close(descriptor)
             verify_payload(self._checked_header(job, loaded, record), memory[: loaded.payload_length])
         except CorruptChunk as error:
+            if isinstance(error, ForeignChunk) and record is None:
+                return JobResult(job.id, False, "missing")  # another version's, who may want it back
             self._shelf.damaged(job.chunk, inode, str(error))
             return JobResult(job.id, False, "corrupt")
         except OSError as error:

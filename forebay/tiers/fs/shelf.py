@@ -60,6 +60,7 @@ class Shelf:
         # What this process has told of already, until everything older has been announced as well.
         self._announcing = True
         self._told: set[ChunkId] = set()
+        self._foreign: dict[ChunkId, int] = {}  # other versions' files, which stay; as few as the disk holds
         self.counts: Counter[str] = Counter()
 
     def _stripe(self, chunk: ChunkId) -> threading.Lock:
@@ -127,7 +128,10 @@ class Shelf:
             except BaseException:
                 self.device.remove(path)  # or nobody would count its bytes
                 raise
-            self.ledger.move(stored=record.disk - replaced.stored, leaving=-replaced.leaving, reserved=-reserved)
+            self.ledger.move(
+                stored=record.disk - replaced.stored, leaving=-replaced.leaving, reserved=-reserved,
+                other=-self._foreign.pop(chunk, 0),
+            )  # fmt: skip
             if self._announcing:
                 self._told.add(chunk)
             self._outbox.change(TierChange(chunk, True, "", header_block(front.block)))
@@ -161,10 +165,12 @@ class Shelf:
     def _leave(self, chunk: ChunkId, why: str) -> None:
         """A file that nobody here has written, of another version: it stays where it is, and counts."""
         path = self.device.paths.chunk(chunk)
-        complain("version", "%s is left alone: %s; remove it, or `forebay fsck --fs DIR --repair` moves it aside", path, why)
+        complain("version", "%s is left alone (%s): `forebay fsck --fs DIR --repair` moves it aside", path, why)
         self.manifest.end_write(chunk)
         self.counts["other_version"] += 1
-        self.ledger.move(other=disk_bytes(os.lstat(path)))
+        size = disk_bytes(os.lstat(path))
+        self.ledger.move(other=size - self._foreign.pop(chunk, 0))
+        self._foreign[chunk] = size
 
     def announce(self, chunk: ChunkId) -> None:
         """Tell of a chunk that an earlier process stored, if its file is still there and right."""
