@@ -45,7 +45,8 @@ class Entry:
     `pins` counts whoever needs the bytes to stay (leases, cascade jobs, verification); only an entry with
     none is known to the eviction policy. `verified` is false for an adopted chunk that hasn't been read yet.
     `replaces` is the key of the shorter chunk that this one grew out of. `tiers` are those that have it, a set that
-    entries share. `account` is whose bytes its slot counts among.
+    entries share. `account` is whose bytes its slot counts among, `note`
+    what the eviction policy keeps of it.
     """
 
     namespace: bytes
@@ -68,6 +69,7 @@ class Entry:
     stamp: int = 0
     replaces: bytes = b""
     account: Account | None = None
+    note: object = None
     tiers: frozenset[str] = NO_TIERS
 
     @property

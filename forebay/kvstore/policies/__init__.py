@@ -1,1 +1,1 @@
-"""Eviction policies behind one interface."""
+"""Eviction policies behind one interface. `registry` makes them by name."""
