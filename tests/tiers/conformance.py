@@ -153,15 +153,13 @@ class TierConformance:
         """A recurrent state: it belongs to the last of its tokens."""
         if not self.partial:
             pytest.skip("this tier answers for exact keys alone")
-        for length in (16, 48, 64):
-            driver.store(make_chunk([*range(length), *[5000] * (64 - length)] if length == 64 else range(length)))
+        for length in (16, 32, 64):
+            driver.store(make_chunk(range(length)))
         parent, tokens = make_chunk().header.parent, pack_tokens([*range(48), *[9] * 16])
-        whole, any_front = Query(0, b"x" * 32, parent, tokens, b"", True), Query(0, b"x" * 32, parent, tokens[:160])
-        found, front = driver.lookup(whole, any_front)
-        assert (found.outcome, found.matched, found.tokens) == ("hit", 48, 48)
-        assert (front.outcome, front.matched) == ("hit", 32) and front.tokens > 32
-        (none,) = driver.lookup(Query(0, b"x" * 32, parent, pack_tokens([*range(15), *[7] * 17]), b"", True))
-        assert none.outcome == "miss"
+        whole, any_front = (Query(0, b"x" * 32, parent, tokens, b"", flag) for flag in (True, False))
+        assert [(f.outcome, f.matched, f.tokens) for f in driver.lookup(whole, any_front)] == [
+            ("hit", 32, 32), ("hit", 48, 64),
+        ]  # fmt: skip
 
     def test_a_child_of_another_parent_or_group_is_no_partial_hit(self, driver: Driver) -> None:
         driver.store(make_chunk(range(64)))

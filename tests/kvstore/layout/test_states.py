@@ -74,9 +74,10 @@ def test_a_state_is_neither_covered_nor_replaced_by_a_later_one() -> None:
 
 def test_a_lookup_pins_the_one_state_that_it_promises() -> None:
     store = store_with([32, 64], [16, 32, 48, 64])
-    pinned = pin(store.core, store.client, match(store.core, store.prompt(TOKENS, limit=50)))
-    assert pinned.hit == 48
-    assert sorted((entry.group, entry.end) for entry in pinned.entries) == [(0, 32), (0, 64), (1, 48)]
+    for limit, hit in ((50, 48), (70, 64)):
+        pinned = pin(store.core, store.client, match(store.core, store.prompt(TOKENS, limit=limit)))
+        assert pinned.hit == hit
+        assert sorted((entry.group, entry.end) for entry in pinned.entries) == [(0, 32), (0, 64), (1, hit)]
 
 
 def test_a_state_takes_the_same_room_whatever_its_chunk_s_length() -> None:
@@ -117,6 +118,16 @@ def test_tiers_are_asked_for_states_that_end_in_the_prompt_and_believed_for_no_o
     assert found.hit_with_offers() == 0, "16 tokens of a state of 32 are nothing"
     offer(found, "fs", places, [LookupResult("hit", asked[0].key, 32, 32, 8192), LookupResult("miss")])
     assert found.hit_with_offers() == 32
+
+
+def test_a_later_state_in_memory_is_no_reason_not_to_ask_for_the_wanted_one() -> None:
+    store = store_with([32, 64], [32, 64])
+    found = match(store.core, store.prompt(TOKENS, limit=50))
+    assert [place for place, _ in queries(found)] == [(1, 1)]
+    wanted = store.piece(1, 48)
+    offer(found, "fs", [(1, 1)], [LookupResult("hit", wanted.key, 16, 16, 4096 + STATE.granule_bytes)])
+    plan = promotions(store.core, found, {"fs": b"o" * 16})
+    assert (plan.hit, [new.entry.key for new in plan.new]) == (48, [wanted.key])
 
 
 def test_a_state_that_finds_no_room_costs_the_hit_its_end_only() -> None:
