@@ -20,7 +20,7 @@ from forebay.kvstore.identity import KEY_BYTES, MATCH_UNIT, Namespace, chain, ch
 from forebay.kvstore.index import ChunkTable
 from forebay.kvstore.layout import needs_all, payload_bytes, round_down
 from forebay.kvstore.match import Front, longest_hit, needed_positions, state_bit
-from forebay.kvstore.protocol import NewChunk
+from forebay.kvstore.protocol import EXTRA_BYTES_MAX, NewChunk
 from forebay.tiers.base import LookupResult, Query
 
 
@@ -288,16 +288,34 @@ def queries(found: Match) -> list[tuple[tuple[int, int], Query]]:
     return [(place, found.prompt.query(*place)) for place in found.missing()]
 
 
-def offer(found: Match, tier: str, places: Sequence[tuple[int, int]], results: Sequence[LookupResult]) -> None:
-    """Note what a tier has. The first tier that reaches furthest is kept."""
+def offer(found: Match, tier: str, places: Sequence[tuple[int, int]], results: Sequence[LookupResult]) -> int:
+    """Note what a tier has. The first tier that reaches furthest is kept; returns how many answers can't be true."""
+    nonsense = 0
     for place, result in zip(places, results, strict=True):
         if result.outcome != "hit":
+            continue
+        if not _possible(found.prompt, place, result):
+            nonsense += 1
             continue
         best, (group, position) = found.offers.get(place), place
         if found.prompt.namespace.groups[group].recurrent and result.matched != result.tokens:
             continue  # a tier that answers with a state at some other position
         if result.matched > (best.matched if best else 0) and not found.rows[group].has(position, result.matched):
             found.offers[place] = Offer(tier, result.key, result.matched, result.tokens, result.length)
+    return nonsense
+
+
+def _possible(prompt: Prompt, place: tuple[int, int], result: LookupResult) -> bool:
+    """May there be such a chunk? Room is made by these numbers before the tier's header is seen, so a tier that is
+    wrong about what it has must cost no more than that chunk."""
+    group, position = place
+    start, end = prompt.bounds(position)
+    in_units = result.matched % MATCH_UNIT == 0 and result.tokens % MATCH_UNIT == 0
+    in_order = 0 < result.matched <= min(result.tokens, end - start) and result.tokens <= prompt.namespace.chunk_tokens
+    if len(result.key) != KEY_BYTES or not in_units or not in_order:
+        return False
+    payload = payload_bytes(prompt.namespace.groups[group], result.tokens)
+    return result.length <= payload + header_bytes(result.tokens, EXTRA_BYTES_MAX)
 
 
 @dataclass(slots=True)

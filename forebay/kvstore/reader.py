@@ -89,7 +89,9 @@ class Reader:
             timeout = min(max(until - loop.time(), 0), TIER_ANSWER_S_MAX)
             self._core.counters.add(f"tier.{name}.asked", len(missing))
             results = await tier.lookup([query for _, query in missing], timeout)
-            offer(found, name, [place for place, _ in missing], results)
+            nonsense = offer(found, name, [place for place, _ in missing], results)
+            if nonsense:
+                self._core.counters.add(f"tier.{name}.impossible_answers", nonsense)
         # The table may have changed while tiers answered.
         fresh = match(self._core, found.prompt)
         fresh.offers = found.offers

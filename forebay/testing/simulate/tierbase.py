@@ -175,8 +175,17 @@ class SimTier(SecondaryTier):
         result = results[at]
         lies = [LookupResult("miss")]
         if result.outcome == "hit":
-            lies.append(LookupResult("hit", result.key, result.tokens, result.tokens, result.length))
-            lies.append(LookupResult("hit", self.rng.randbytes(32), result.matched, result.tokens, result.length))
+            key, matched, tokens, length = result.key, result.matched, result.tokens, result.length
+            lies += [
+                LookupResult("hit", key, tokens, tokens, length),
+                LookupResult("hit", self.rng.randbytes(32), matched, tokens, length),
+                LookupResult("hit", key, matched, tokens + 16, length),
+                LookupResult("hit", key, matched, tokens, length + 4096),
+                LookupResult("hit", key, matched + 16, tokens, length),
+                LookupResult("hit", key, matched, matched, length),
+                LookupResult("hit", b"", 7, 13, -5),
+                LookupResult("hit", key, 1 << 40, 1 << 40, 1 << 50),
+            ]
         results[at] = self.rng.choice(lies)
         return results
 
