@@ -56,10 +56,3 @@ def leased(service: StoreService) -> Iterator[Entry]:
         if connection.client is not None:
             for hold in connection.client.leases.values():
                 yield from (entry for entry in hold.entries if entry is not None)
-
-
-def waiting(service: StoreService) -> int:
-    """Whatever the service still has to do or to wait for."""
-    core = service.core
-    mine = len(core.quarantine) + len(core.chores) + len(core.leases) + len(core.pins)
-    return len(service.connections) + len(service.reader._checks) + mine + service.cascade.busy

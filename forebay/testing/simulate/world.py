@@ -26,7 +26,6 @@ from forebay.testing.simulate.node import Node
 from forebay.testing.simulate.oracle import Oracle
 from forebay.testing.simulate.plan import Plan
 from forebay.testing.simulate.pubsub import Hub
-from forebay.testing.simulate.state import waiting
 from forebay.testing.simulate.tierproc import Tiers
 from forebay.testing.simulate.worker import Worker
 
@@ -158,11 +157,13 @@ class World:
         self._wait("subscribers to hear everything", self._views_agree)
         self.closing = True
         self._wait("workers to end", lambda: all(worker.parked for worker in self.workers))
-        self._wait("daemons to be quiet", self._quiet)
+        try:
+            self._wait("daemons to be quiet", lambda: not self._left_over())
+        except SimulationFailed as failure:
+            raise SimulationFailed(f"{failure}: left are {self._left_over()}") from failure
         for node in self.nodes:
             if node.running is not None:
                 self.checks.tick(node.running)
-                self.checks.quiet(node.running)
         self._raise()
         for node in self.nodes:
             node.stop_cleanly()
@@ -178,14 +179,13 @@ class World:
             return True
         return all(subscriber.gap or self.checks.view(subscriber) for subscriber in self.events.all)
 
-    def _quiet(self) -> bool:
+    def _left_over(self) -> dict[str, dict[str, int]]:
+        found = {}
         for node in self.nodes:
-            daemon = node.running
-            if daemon is None or daemon.service is None or not node.serving:
-                return False
-            if waiting(daemon.service):
-                return False
-        return True
+            left = self.checks.left_over(node.running) if node.serving and node.running else {"a start": 1}
+            if left:
+                found[node.name] = left
+        return found
 
     def _wait(self, what: str, done: Any) -> None:
         until = self.loop.time() + SETTLE_S
