@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import struct
@@ -138,7 +139,9 @@ def test_a_directory_of_another_version_is_refused_and_left_as_it_is(killed: Fil
 
 def test_a_manifest_of_another_version_is_built_anew_from_the_files(killed: FileStore) -> None:
     marker = killed.files / ".state" / "marker.json"
-    marker.write_text(marker.read_text().replace('"version":2', '"version":9'))
+    ours = marker.read_text()
+    marker.write_text(re.sub(r'"version":\d+', '"version":99', ours))
+    assert marker.read_text() != ours
     killed.start()
     with StoreClient(killed.address) as client:
         with pytest.raises(RequestRefused, match="this store speaks"):

@@ -98,7 +98,7 @@ class Finder:
                 header = self.cache.get(child)
                 if header is not None:
                     found[child] = header
-                else:
+                elif view.get(child) is not None:  # else a damaged manifest names a child that nobody has
                     unknown |= self._fetch(child)
         if unknown:
             self.counts["lookups_retry"] += 1

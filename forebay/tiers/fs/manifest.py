@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import lmdb
 
@@ -38,7 +39,7 @@ _FIRST_STAMP = 1 << 40
 _BYTES_PER_CHUNK = 1024
 BROKEN = (
     lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError,
-    lmdb.PanicError, lmdb.BadTxnError,
+    lmdb.PanicError, lmdb.BadTxnError, lmdb.BadDbiError, lmdb.BadValsizeError, lmdb.IncompatibleError,
 )  # fmt: skip
 """What can't be helped but by building the manifest anew. Anything else (a full disk, say) may pass."""
 
@@ -90,8 +91,17 @@ def tenant_digest(tenant: str) -> bytes:
 
 def _data(value: bytes | memoryview | None) -> bytes:
     """What a transaction without `buffers` returned for something that is there."""
-    assert isinstance(value, bytes)
+    if not isinstance(value, bytes):
+        raise lmdb.CorruptedError("one table names an entry that another one doesn't have")
     return value
+
+
+def _fields(layout: struct.Struct, data: bytes | memoryview, at: int = 0) -> tuple[Any, ...]:
+    """What is packed in an entry. Raises lmdb.CorruptedError for one that can't be ours."""
+    try:
+        return layout.unpack_from(data, at)
+    except struct.error as error:
+        raise lmdb.CorruptedError(f"an entry is no entry: {error}") from error
 
 
 def _pack(chunk: ChunkId) -> bytes:
@@ -99,15 +109,17 @@ def _pack(chunk: ChunkId) -> bytes:
 
 
 def _unpack(data: bytes) -> ChunkId:
+    if len(data) != KEY_BYTES + 1:
+        raise lmdb.CorruptedError(f"a name has {len(data)} bytes")
     return ChunkId(data[KEY_BYTES], data[:KEY_BYTES])
 
 
 def _reason(data: bytes) -> str:
-    return data[_U64.size :].decode()
+    return data[_U64.size :].decode(errors="replace")
 
 
 def _decode(data: bytes) -> Record:
-    parent, namespace, unit, tenant, start, tokens, header, length, disk, stamp, flags = _RECORD.unpack(data)
+    parent, namespace, unit, tenant, start, tokens, header, length, disk, stamp, flags = _fields(_RECORD, data)
     return Record(parent, namespace, unit, start, tokens, header, length, disk, stamp, bool(flags & 1), tenant)
 
 
@@ -176,16 +188,20 @@ class Manifest:
         # A map that is never full needs no way out of being full: deletions take pages too.
         self.chunks_max = map_bytes // _BYTES_PER_CHUNK
         self.path = path
-        self._newest, self._oldest = self._stamp_range()
+        try:
+            self._newest, self._oldest = self._stamp_range()
+        except lmdb.Error:
+            self._env.close()  # it can't be opened a second time otherwise
+            raise
 
     def _stamp_range(self) -> tuple[int, int]:
         stamps = [_FIRST_STAMP]
         with self._env.begin() as txn, txn.cursor(db=self.order) as cursor:
             for found in (cursor.first, lambda: cursor.set_range(_ORDER.pack(1, 0)), cursor.last):
                 if found():
-                    stamps.append(_ORDER.unpack(cursor.key())[1])
+                    stamps.append(_fields(_ORDER, cursor.key())[1])
             if cursor.set_range(_ORDER.pack(1, 0)) and cursor.prev():
-                stamps.append(_ORDER.unpack(cursor.key())[1])
+                stamps.append(_fields(_ORDER, cursor.key())[1])
         return max(stamps), min(stamps)
 
     @contextmanager
@@ -215,9 +231,9 @@ class Manifest:
         stored = leaving = 0
         with self._env.begin(buffers=True) as txn:
             for _, data in txn.cursor(db=self.chunks):
-                stored += _U64.unpack_from(data, _DISK_AT)[0]
+                stored += _fields(_U64, data, _DISK_AT)[0]
             for _, data in txn.cursor(db=self.leaving):
-                leaving += _U64.unpack_from(data)[0]
+                leaving += _fields(_U64, data)[0]
         return stored, leaving
 
     def size(self) -> int:
@@ -258,7 +274,7 @@ class Manifest:
         stamp = self._oldest if found else self._newest
         self._put(txn, packed, _encode(record), stamp, record.cold)
         txn.put(record.parent + packed[KEY_BYTES:], record.unit + chunk.key, db=self.children)
-        return Replaced(old.disk if old else 0, _U64.unpack_from(left)[0] if left else 0)
+        return Replaced(old.disk if old else 0, _fields(_U64, left)[0] if left else 0)
 
     def _put(self, txn: lmdb.Transaction, packed: bytes, data: bytes, stamp: int, cold: bool) -> None:
         txn.put(packed, data[: -_TAIL.size] + _TAIL.pack(stamp, cold), db=self.chunks)
@@ -318,7 +334,7 @@ class Manifest:
                     chunk = _unpack(cursor.value())
                     if not skip(chunk):
                         victims.append(chunk)
-                        taken += _U64.unpack_from(_data(txn.get(cursor.value(), db=self.chunks)), _DISK_AT)[0]
+                        taken += _fields(_U64, _data(txn.get(cursor.value(), db=self.chunks)), _DISK_AT)[0]
                     more = cursor.next()
             for chunk in victims:
                 left = self._leave(txn, chunk, reason)
@@ -364,7 +380,7 @@ class Manifest:
             if (
                 (not scope.namespace or data[_NAMESPACE] == scope.namespace)
                 and (tenant is None or data[_TENANT] == tenant)
-                and _U64.unpack_from(data, _START_AT)[0] >= start
+                and _fields(_U64, data, _START_AT)[0] >= start
             ):
                 yield _unpack(_data(key))
 
@@ -408,7 +424,7 @@ class Manifest:
             more = cursor.set_range(_pack(after) + b"\0") if after else cursor.first()
             while more and len(found) < limit:
                 data = _data(cursor.value())
-                found.append(Leaving(_unpack(_data(cursor.key())), _reason(data), _U64.unpack_from(data)[0]))
+                found.append(Leaving(_unpack(_data(cursor.key())), _reason(data), _fields(_U64, data)[0]))
                 more = cursor.next()
         return found
 

@@ -31,6 +31,7 @@ from forebay.tiers.base import (
     TierStats,
 )
 from forebay.tiers.errors import TierFailed
+from forebay.tiers.fs.complaints import complain
 from forebay.tiers.fs.device import Device, disk_bytes
 from forebay.tiers.fs.finder import Finder, HeaderCache
 from forebay.tiers.fs.keeper import Keeper
@@ -78,7 +79,13 @@ class FsTier(SecondaryTier):
         make_folders(self._paths)
         self._lock = lock_directory(self._paths)
         try:
-            self._open_parts(device)
+            try:
+                self._open_parts(device)
+            except BROKEN as error:
+                # The files are the truth: what is known of them can be found out again.
+                complain("manifest", "the manifest in %s is broken and is built anew: %s", found.state_path, error)
+                self._state.distrust()
+                self._open_parts(device)
         except BaseException:
             os.close(self._lock)
             raise
