@@ -32,11 +32,11 @@ from forebay.kvstore.index import ChunkTable
 from forebay.kvstore.layout import extends, granule_count, needed_from, needs_all, payload_bytes
 from forebay.kvstore.leases import Client, Hold, Leases, Reservation
 from forebay.kvstore.limits import Limits
+from forebay.kvstore.lineage import ChunkLineage
 from forebay.kvstore.namespaces import Namespaces
 from forebay.kvstore.pins import Owner, Pins
 from forebay.kvstore.placement import Placement
-from forebay.kvstore.policies.base import EvictionPolicy
-from forebay.kvstore.policies.lru import Lru
+from forebay.kvstore.policies.registry import Policies
 from forebay.kvstore.protocol import NewChunk, Slot
 from forebay.kvstore.quarantine import Quarantine
 from forebay.kvstore.slots import slot_bytes_for
@@ -78,7 +78,7 @@ class StoreCore:
         tell: Callable[[HostFact], None],
         limits: Limits | None = None,
         first_generation: int = 1,
-        new_policy: Callable[[], EvictionPolicy] = Lru,
+        policy: str = "lru",
         tenants: Mapping[str, TenantRule] | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
@@ -92,8 +92,9 @@ class StoreCore:
         self.quarantine = Quarantine()
         self.quarantined_bytes = 0
         self.removed: OrderedDict[EntryId, str] = OrderedDict()
+        self.policies = Policies(policy, ChunkLineage(self.table, self.namespaces))
         self.place = Placement(
-            evict=self.retire, cut=memory.cut, new_policy=new_policy, rules=tenants or {},
+            evict=self.retire, cut=memory.cut, policies=self.policies, rules=tenants or {},
             accounts_max=self.limits.tenants,
         )  # fmt: skip
         self.chores = Chores()

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forebay.kvstore.entry import Entry, SlotRef
-from forebay.kvstore.policies.base import EvictionPolicy
-from forebay.kvstore.policies.lru import Lru
+from forebay.kvstore.header import SlotState
+from forebay.kvstore.policies.registry import Policies
 from forebay.kvstore.residents import Page, Residents
 from forebay.kvstore.slots import Extent, SlotAllocator
 from forebay.kvstore.tenancy import ACCOUNTS_MAX, Account, Accounts, TenantRule
@@ -51,7 +51,7 @@ class Placement:
 
     evict: Callable[[Entry, str], None]
     cut: Callable[[int, int], None]
-    new_policy: Callable[[], EvictionPolicy] = Lru
+    policies: Policies = field(default_factory=Policies)
     rules: Mapping[str, TenantRule] = field(default_factory=dict)
     accounts_max: int = ACCOUNTS_MAX
     slots: SlotAllocator = field(default_factory=SlotAllocator)
@@ -62,7 +62,7 @@ class Placement:
     stamp: int = 0
 
     def __post_init__(self) -> None:
-        self.accounts = Accounts(self.new_policy, self.rules, self.accounts_max)
+        self.accounts = Accounts(self.policies.new, self.rules, self.accounts_max)
         self.residents = Residents(self.slots)
         # Bytes by extent and account, so that the price of an extent is known without a walk over its entries.
         self._tenants_in: defaultdict[int, defaultdict[Account, int]] = defaultdict(lambda: defaultdict(int))
@@ -111,7 +111,8 @@ class Placement:
             return False
         while account.over_quota(slot_bytes):
             own = account.victim(slot_bytes) or account.coldest() or account.coldest(kept=True)
-            assert own is not None, "what is evictable is known to a policy"
+            if own is None:  # all of it is needed by chunks that are pinned
+                return False
             self._evict(own, account, "quota")
         return True
 
@@ -119,8 +120,7 @@ class Placement:
         """Evict what is fairest to evict for a slot of this size; False if nothing is. `kept`: among what is only
         kept softly."""
         loss = self._entry_to_lose(requester, slot_bytes, kept)
-        # Sizes compete by recency, so capacity follows the traffic an extent at a time.
-        colder_than = loss.entry.stamp if loss is not None and loss.entry is not None else None
+        colder_than = self._coldness(loss.entry) if loss is not None and loss.entry is not None else None
         if not (kept and loss):
             loss = self._extent_to_lose(requester, slot_bytes, colder_than, kept) or loss
         if loss is None:
@@ -134,20 +134,38 @@ class Placement:
         self._pay(requester, loss.price)
         return True
 
+    def _coldness(self, victim: Entry) -> int:
+        """Sizes compete by recency, so capacity follows the traffic an extent at a time. Policies other than recency
+        may choose a victim that was used just now: then its size is as cold as its coldest extent."""
+        own = (e.last_used for e in self.slots.extents.values() if e.slot_bytes == victim.slot_bytes)
+        return min(victim.stamp, *own)
+
     def _evict(self, entry: Entry, requester: Account, reason: str = "evicted") -> None:
+        """Evict an entry, after what can't be served without it."""
+        if entry.state is not SlotState.COMMITTED:
+            return  # it went with another one
         assert entry.account is not None
+        for dependent in list(self.policies.lineage.dependents(entry)):
+            if self._goes_along(dependent, entry):
+                self._evict(dependent, requester, reason)
+        entry.account.policy.evicted(entry)
         entry.account.counts.evicted += 1
         if entry.account is not requester:
             entry.account.counts.suffered += 1
             requester.counts.caused += 1
         self.evict(entry, reason)
 
+    def _goes_along(self, dependent: Entry, entry: Entry) -> bool:
+        same = dependent.account is entry.account and (dependent in self.kept) <= (entry in self.kept)
+        return same and dependent.pins == 0
+
     def _pay(self, requester: Account, price: int) -> None:
         """The requester gives up `price` bytes of its own: what it took from others must not make it grow."""
         until = requester.used - price
         while requester.used > until:
             own = requester.coldest() or requester.coldest(kept=True)
-            assert own is not None, "a loss is chosen only if its price can be paid"
+            if own is None:  # all that is left is needed by chunks that are pinned
+                return
             self._evict(own, requester)
 
     def _entry_to_lose(self, requester: Account, slot_bytes: int, kept: bool) -> Loss | None:
@@ -219,6 +237,7 @@ class Placement:
         entry.tenant = tenant
         if entry.account is not (account := self.accounts.of(tenant)):
             self._discharge(entry.account, entry.slot.extent, entry.slot_bytes)
+            entry.account.policy.forget(entry)
             entry.account = account
             self._charge(account, entry.slot.extent, entry.slot_bytes)
 
@@ -289,6 +308,7 @@ class Placement:
         if entry.pins == 0:
             account.withhold(entry, kept=kept)
             self.busy[slot.extent] += 1
+        account.policy.forget(entry)
         if kept:
             self.kept.remove(entry)
             self.kept_in[slot.extent] -= 1

@@ -49,6 +49,8 @@ def gauges(core: StoreCore, cascade: Cascade) -> dict[str, float]:
         "store.namespaces": len(core.namespaces),
         "process.rss_bytes": _rss_bytes(),
     }
+    for name, value in core.policies.gauges(account.policy for account in core.place.accounts).items():
+        values[f"policy.{name}"] = value
     for tier in cascade.tiers.values():
         values[f"tier.{tier.name}.storing_bytes"] = tier.store_bytes
         values[f"tier.{tier.name}.stores_running"] = len(tier.stores)

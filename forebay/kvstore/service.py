@@ -270,6 +270,9 @@ class StoreService:
         self.core.counters.add("store.hit_tokens", pinned.hit)
         # After the answer has gone: who asks shouldn't wait for our bookkeeping.
         asyncio.get_running_loop().call_soon(self.demand.looked_up, request.tenant, prompt, pinned.hit)
+        if self.core.policies.observes:
+            size, now = prompt.namespace.chunk_tokens, self.core.clock()
+            asyncio.get_running_loop().call_soon(self.core.policies.looked_up, prompt.keys, pinned.entries, now, size)
         from_tier: dict[str, int] = {}
         counted: set[int] = set()
         for entry in pinned.entries:

@@ -65,10 +65,13 @@ class SmallStore:
     memory: FakeMemory = field(default_factory=FakeMemory)
     facts: list[HostFact] = field(default_factory=list)
     limits: Limits = field(default_factory=Limits)
+    policy: str = "lru"
 
     def __post_init__(self) -> None:
         self.now = 0.0
-        self.core = StoreCore(self.memory, tell=self.facts.append, limits=self.limits, clock=lambda: self.now)
+        self.core = StoreCore(
+            self.memory, tell=self.facts.append, limits=self.limits, clock=lambda: self.now, policy=self.policy
+        )
         for extent in range(self.extents):
             self.memory.extents[extent] = bytearray(self.memory.extent_bytes)
             self.core.place.add_extent(extent, self.memory.extent_bytes)

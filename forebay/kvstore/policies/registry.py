@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from forebay.errors import ConfigError
+from forebay.kvstore.entry import Entry
+from forebay.kvstore.header import SlotState
+from forebay.kvstore.identity import KEY_BYTES
 from forebay.kvstore.policies.arc import Arc
 from forebay.kvstore.policies.base import EvictionPolicy, Lineage, LookedUp, NoLineage
 from forebay.kvstore.policies.foresight.policy import Foresight, RecomputeCost
@@ -25,7 +28,7 @@ class Policies:
         if name not in POLICY_NAMES:
             raise ConfigError(f"policy {name!r}: there are {', '.join(POLICY_NAMES)}")
         self.name = name
-        lineage = lineage or NoLineage()
+        self.lineage = lineage = lineage or NoLineage()
         sessions = Sessions()
         makers: dict[str, Callable[[], EvictionPolicy]] = {
             "lru": lambda: Lru(lineage),
@@ -45,6 +48,23 @@ class Policies:
         """A lookup was answered, whoever's it was."""
         if self._observer is not None:
             self._observer.observe(lookup)
+
+    def looked_up(self, keys: bytes, entries: Sequence[Entry], now: float, chunk_tokens: int) -> None:
+        """The same, from the keys of all chunks that were asked for, joined, and the entries that served."""
+        separate = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+        # What was taken out since the answer went is nobody's.
+        here = [entry for entry in entries if entry.state is SlotState.COMMITTED]
+        self.observe(LookedUp(separate, here, now, chunk_tokens))
+
+    def gauges(self, policies: Iterable[EvictionPolicy]) -> dict[str, int]:
+        """How full the tables of these policies are, all of them this one's."""
+        if self._observer is not None:  # they share everything
+            return dict(self._observer.gauges())
+        sums: dict[str, int] = {}
+        for policy in policies:
+            for name, value in policy.gauges().items():
+                sums[name] = sums.get(name, 0) + value
+        return sums
 
 
 def make_policy(name: str = "lru", lineage: Lineage | None = None) -> EvictionPolicy:
