@@ -19,23 +19,39 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from forebay.kvstore.entry import Entry, SlotRef
-from forebay.kvstore.header import SlotState
 from forebay.kvstore.policies.registry import Policies
 from forebay.kvstore.residents import Page, Residents
 from forebay.kvstore.slots import Extent, SlotAllocator
 from forebay.kvstore.tenancy import ACCOUNTS_MAX, Account, Accounts, TenantRule
 
 
+EXTENTS_TRIED = 4
+"""Of how many of the coldest extents it is looked up what would go with them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What would be evicted for a requester: one entry, or all of an extent. `price` bytes of its own the
-    requester has to give up for it."""
+    """What would be evicted for a requester: `victim` and what goes with it, deepest chunks first. `price` bytes of its
+    own the requester has to give up for that."""
 
-    entry: Entry | None = None
-    extent: Extent | None = None
-    price: int = 0
+    victim: Entry
+    entries: Sequence[Entry]
+    price: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Who needs a slot of which size, and the level at which it stands with that. Of `free` tenants everybody may take:
+    they are over their quota, or dormant. `kept`: what is kept softly may go, too."""
+
+    account: Account
+    slot_bytes: int
+    level: float
+    free: Sequence[Account]
+    kept: bool
 
 
 @dataclass
@@ -47,6 +63,8 @@ class Placement:
 
     `kept` entries (soft pins, retention) are taken only when nothing else is left; what is `pinned` never.
     `held` are quarantined slots, and at whose expense.
+
+    `dependents` tells which chunks can't serve a hit without a chunk: they go with it, or it stays.
     """
 
     evict: Callable[[Entry, str], None]
@@ -110,28 +128,24 @@ class Placement:
         if quota is None or account.used - account.evictable + slot_bytes > quota:
             return False
         while account.over_quota(slot_bytes):
-            own = account.victim(slot_bytes) or account.coldest() or account.coldest(kept=True)
-            if own is None:  # all of it is needed by chunks that are pinned
+            victim = account.victim(slot_bytes) or account.coldest() or account.coldest(kept=True)
+            if victim is None or not self._give_up(victim, account, "quota"):
                 return False
-            self._evict(own, account, "quota")
         return True
 
-    def _make_room(self, requester: Account, slot_bytes: int, kept: bool) -> bool:
+    def _make_room(self, account: Account, slot_bytes: int, kept: bool) -> bool:
         """Evict what is fairest to evict for a slot of this size; False if nothing is. `kept`: among what is only
         kept softly."""
-        loss = self._entry_to_lose(requester, slot_bytes, kept)
-        colder_than = self._coldness(loss.entry) if loss is not None and loss.entry is not None else None
-        if not (kept and loss):
-            loss = self._extent_to_lose(requester, slot_bytes, colder_than, kept) or loss
+        free = [*self.accounts.beyond_quota(), *self.accounts.dormant(self.slots.total_bytes)]
+        request = Request(account, slot_bytes, account.level_with(slot_bytes), free, kept)
+        loss = self._entry_to_lose(request)
+        if loss is None or not kept:
+            loss = self._extent_to_lose(request, None if loss is None else self._coldness(loss.victim)) or loss
         if loss is None:
             return False
-        if loss.extent is not None:
-            for entry in self.residents.of(loss.extent.id):
-                self._evict(entry, requester)
-            assert loss.extent.used == 0, "an extent that nothing holds is empty once its entries are evicted"
-        elif loss.entry is not None:
-            self._evict(loss.entry, requester)
-        self._pay(requester, loss.price)
+        for entry in loss.entries:
+            self._evict(entry, account)
+        self._pay(account, loss.price)
         return True
 
     def _coldness(self, victim: Entry) -> int:
@@ -141,86 +155,105 @@ class Placement:
         return min(victim.stamp, *own)
 
     def _evict(self, entry: Entry, requester: Account, reason: str = "evicted") -> None:
-        """Evict an entry, after what can't be served without it."""
-        if entry.state is not SlotState.COMMITTED:
-            return  # it went with another one
-        assert entry.account is not None
-        for dependent in list(self.policies.lineage.dependents(entry)):
-            if self._goes_along(dependent, entry):
-                self._evict(dependent, requester, reason)
-        entry.account.policy.evicted(entry)
-        entry.account.counts.evicted += 1
-        if entry.account is not requester:
-            entry.account.counts.suffered += 1
+        account = self._account(entry)
+        account.policy.evicted(entry)
+        account.counts.evicted += 1
+        if account is not requester:
+            account.counts.suffered += 1
             requester.counts.caused += 1
         self.evict(entry, reason)
 
-    def _goes_along(self, dependent: Entry, entry: Entry) -> bool:
-        same = dependent.account is entry.account and (dependent in self.kept) <= (entry in self.kept)
-        return same and dependent.pins == 0
+    def _give_up(self, victim: Entry, owner: Account, reason: str) -> bool:
+        """A tenant's own chunk goes, with what needs it; False if something of that can't go."""
+        entries = self._with_dependents([victim], kept=True)
+        if entries is None or any(entry.account is not owner for entry in entries):
+            return False
+        for entry in entries:
+            self._evict(entry, owner, reason)
+        return True
 
-    def _pay(self, requester: Account, price: int) -> None:
-        """The requester gives up `price` bytes of its own: what it took from others must not make it grow."""
-        until = requester.used - price
-        while requester.used > until:
-            own = requester.coldest() or requester.coldest(kept=True)
-            if own is None:  # all that is left is needed by chunks that are pinned
-                return
-            self._evict(own, requester)
+    def _pay(self, account: Account, price: int) -> None:
+        """The requester gives up `price` bytes of its own, as far as it can: what it took from others must not make
+        it grow."""
+        until = account.used - price
+        while account.used > until:
+            own = account.coldest() or account.coldest(kept=True)
+            if own is None or not self._give_up(own, account, "evicted"):
+                return  # all that is left is needed by chunks that are pinned
 
-    def _entry_to_lose(self, requester: Account, slot_bytes: int, kept: bool) -> Loss | None:
-        for account in (*self.accounts.beyond_quota(), *self.accounts.dormant(self.slots.total_bytes)):
-            victim = account.victim(slot_bytes, kept) if account.can_lose(slot_bytes) else None
-            if victim is not None:
-                return Loss(victim)
-        level = requester.level_with(slot_bytes)
-        bartering = False
-        for account in self.accounts.highest_first():
-            if not bartering and (account is requester or account.level <= level):
-                own = requester.victim(slot_bytes, kept)
-                if own is not None:
-                    return Loss(own)
-                bartering = True
-            if account is requester or not account.can_lose(slot_bytes):
-                continue
-            victim = account.victim(slot_bytes, kept)
-            if victim is not None and bartering:
-                return Loss(victim, price=slot_bytes) if requester.evictable >= slot_bytes else None
-            if victim is not None:
-                return Loss(victim)
+    def _entry_to_lose(self, request: Request) -> Loss | None:
+        """The victim in a slot of this size whose loss is fairest."""
+        for account in self._in_turn(request):
+            if account is request.account or account.can_lose(request.slot_bytes):
+                victim = account.victim(request.slot_bytes, request.kept)
+                loss = None if victim is None else self._loss([victim], request)
+                if loss is not None:
+                    return loss
         return None
 
-    def _extent_to_lose(self, requester: Account, slot_bytes: int, colder_than: int | None, kept: bool) -> Loss | None:
+    def _in_turn(self, request: Request) -> Iterator[Account]:
+        """Whom to take from: who is free to be taken from, who stands higher, oneself, others for a price."""
+        yield from request.free
+        own = False
+        for account in self.accounts.highest_first():
+            if not own and account.level <= request.level:
+                own = True
+                yield request.account
+            if account is not request.account:
+                yield account
+        if not own:
+            yield request.account
+
+    def _extent_to_lose(self, request: Request, colder_than: int | None) -> Loss | None:
         """The least recently used extent of another size that nothing holds and whose loss breaks no guarantee;
         walks extents, not entries. With `colder_than` it must be colder as a whole than that."""
         movable = [
             extent
             for extent in self.slots.extents.values()
-            if extent.slot_bytes not in (0, slot_bytes)
+            if extent.slot_bytes not in (0, request.slot_bytes)
             and not self.busy[extent.id]
-            and (kept or not self.kept_in[extent.id])
+            and (request.kept or not self.kept_in[extent.id])
             and (colder_than is None or extent.last_used < colder_than)
         ]
-        for extent in sorted(movable, key=lambda extent: extent.last_used):
-            price = self._price(requester, extent, slot_bytes)
-            if price is not None:
-                return Loss(extent=extent, price=price)
+        movable.sort(key=lambda extent: extent.last_used)
+        for extent in islice((e for e in movable if self._may_lose(e, request.account)), EXTENTS_TRIED):
+            loss = self._loss(self.residents.of(extent.id), request)
+            if loss is not None:
+                return loss
         return None
 
-    def _price(self, requester: Account, extent: Extent, slot_bytes: int) -> int | None:
-        """What the requester gives up for an extent: as much as it takes from tenants who stand no higher than it;
-        None if it may not have the extent, or can't pay."""
-        level = requester.level_with(slot_bytes)
-        dormant = self.accounts.dormant(self.slots.total_bytes)
-        price = own = 0
-        for account, size in self._tenants_in[extent.id].items():
-            if account is requester:
-                own = size
-            elif not account.can_lose(size):
+    def _may_lose(self, extent: Extent, requester: Account) -> bool:
+        tenants = self._tenants_in[extent.id].items()
+        return all(account is requester or account.can_lose(size) for account, size in tenants)
+
+    def _loss(self, victims: Sequence[Entry], request: Request) -> Loss | None:
+        """What goes with `victims`, and what the requester gives up for it: as much as it takes from tenants who stand
+        no higher than it. None if a guarantee would break, if something of it can't go, or if that can't be paid."""
+        entries = self._with_dependents(victims, kept=request.kept)
+        if entries is None:
+            return None
+        sizes: defaultdict[Account, int] = defaultdict(int)
+        for entry in entries:
+            sizes[self._account(entry)] += entry.slot_bytes
+        own, price = sizes.pop(request.account, 0), 0
+        for account, size in sizes.items():
+            if not account.can_lose(size):
                 return None
-            elif account.level <= level and account not in dormant:
-                price += size
-        return price if price <= requester.evictable - own else None
+            price += size if account.level <= request.level and account not in request.free else 0
+        return Loss(victims[0], entries, price) if price <= request.account.evictable - own else None
+
+    def _with_dependents(self, victims: Sequence[Entry], *, kept: bool) -> Sequence[Entry] | None:
+        """`victims` and all that needs any of them, deepest first; None if something of that is pinned, or is kept
+        softly and isn't to go."""
+        found, waiting = dict.fromkeys(victims), list(victims)
+        while waiting:
+            for entry in self.dependents(waiting.pop()):
+                if entry.pins or (entry in self.kept and not kept):
+                    return None
+                if entry not in found:
+                    found[entry] = None
+                    waiting.append(entry)
+        return sorted(found, key=lambda entry: -entry.start) if len(found) > 1 else list(found)
 
     # --- what lives where ------------------------------------------------------------------------------
 

@@ -50,4 +50,7 @@ class Descent:
         return same or entry
 
     def _all_evictable(self, entry: Entry) -> bool:
-        return all(self._evictable(e) and self._all_evictable(e) for e in self._lineage.dependents(entry))
+        below = [entry]
+        for above in below:
+            below += self._lineage.dependents(above)
+        return all(map(self._evictable, below))

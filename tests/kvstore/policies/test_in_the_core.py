@@ -11,6 +11,7 @@ from forebay.kvstore.entry import Entry
 from forebay.kvstore.identity import GroupGeometry, Namespace
 from forebay.kvstore.lookup import match, pin
 from forebay.kvstore.policies.registry import POLICY_NAMES
+from forebay.kvstore.protocol import NewChunk
 from forebay.kvstore.report import gauges
 from tests.kvstore.support import CHUNK, FakeMemory, SmallStore
 
@@ -123,3 +124,21 @@ def test_what_a_policy_remembers_is_shown(name: str) -> None:
     shown = {key: value for key, value in gauges(store.core, Cascade(store.core)).items() if key.startswith("policy.")}
     wanted = {"policy.sessions", "policy.awaited", "policy.kinds"} if name == "foresight" else {"policy.ghosts"}
     assert shown.keys() == wanted and sum(shown.values()) > 0
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_chains_of_any_length_go_along(name: str) -> None:
+    """The first chunk has an image, so it is in a slot of another size than all that follow."""
+    store = SmallStore(extents=800, policy=name)
+    tokens = list(range(1500 * CHUNK))
+    plain, *following = (chunk for chunk in store.chunks(tokens) if chunk.group == 0)
+    first = NewChunk(0, plain.key, plain.parent, 0, plain.tokens, b"i" * 6000)
+    for chunk in (first, *following):
+        assert store.store(chunk) is not None
+    watch_evictions(store)
+    head = store.core.table.get(0, first.key)
+    assert head is not None and sum(e.slot_bytes == head.slot_bytes for e in store.core.table) == 1
+    account = next(iter(store.core.place.accounts))
+    assert account.victim(head.slot_bytes) is head
+    store.core.place._evict(head, account)
+    assert len(store.core.table) == 0
