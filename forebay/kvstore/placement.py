@@ -27,6 +27,9 @@ from forebay.kvstore.residents import Page, Residents
 from forebay.kvstore.slots import Extent, SlotAllocator
 from forebay.kvstore.tenancy import ACCOUNTS_MAX, Account, Accounts, TenantRule
 
+EXTENTS_TRIED = 4
+"""Of how many of the coldest extents it is looked up what would go with them."""
+
 
 EXTENTS_TRIED = 4
 """Of how many of the coldest extents it is looked up what would go with them."""
@@ -247,7 +250,7 @@ class Placement:
         softly and isn't to go."""
         found, waiting = dict.fromkeys(victims), list(victims)
         while waiting:
-            for entry in self.dependents(waiting.pop()):
+            for entry in self.policies.lineage.dependents(waiting.pop()):
                 if entry.pins or (entry in self.kept and not kept):
                     return None
                 if entry not in found:

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from forebay.kvstore.entry import Entry, SlotRef
 from forebay.kvstore.placement import Placement
 from forebay.kvstore.policies.lru import Lru
+from forebay.kvstore.policies.registry import Policies
 from forebay.kvstore.slots import EXTENT_HEADER_BYTES
 from forebay.kvstore.tenancy import OTHERS, Accounts, Claim, TenantRule, divide, shares
 from tests.kvstore.support import bare_entry
@@ -33,19 +34,41 @@ class Pool:
     extents: int = 4
     rules: dict[str, TenantRule] = field(default_factory=dict)
     accounts_max: int = 64
+    extent_bytes: int = EXTENT
 
     def __post_init__(self) -> None:
+        self.children: dict[Entry, list[Entry]] = {}
         self.evicted: list[tuple[Entry, str]] = []
         self.entries: list[Entry] = []
         self.serial = 0
         self.place = Placement(
-            evict=self.evict, cut=lambda extent, size: None, rules=self.rules, accounts_max=self.accounts_max
-        )
+            evict=self.evict, cut=lambda extent, size: None, rules=self.rules, accounts_max=self.accounts_max,
+            policies=Policies("lru", self),
+        )  # fmt: skip
         for extent in range(self.extents):
-            self.place.add_extent(extent, EXTENT)
+            self.place.add_extent(extent, self.extent_bytes)
+
+    def dependents(self, entry: Entry) -> list[Entry]:
+        return self.children.get(entry, [])
+
+    def parent(self, entry: Entry) -> Entry | None:
+        return next((parent for parent, children in self.children.items() if entry in children), None)
+
+    def chain(self, tenant: str, sizes: list[int]) -> list[Entry]:
+        """Chunks of which each needs the one before it."""
+        entries: list[Entry] = []
+        for number, size in enumerate(sizes):
+            entry = self.store(tenant, size)
+            assert entry is not None
+            entry.start = number
+            if entries:
+                self.children[entries[-1]] = [entry]
+            entries.append(entry)
+        return entries
 
     def evict(self, entry: Entry, reason: str) -> None:
         assert entry.pins == 0, "what is pinned is never evicted"
+        assert not [e for e in self.dependents(entry) if e in self.entries], "what needs it went before"
         self.evicted.append((entry, reason))
         self.entries.remove(entry)
         self.place.leave(entry)
@@ -217,6 +240,51 @@ def test_softly_kept_chunks_go_after_all_others() -> None:
             pool.place.pinned(entry)
             entry.pins = 1
     assert pool.store("a") is not None and pool.evicted[0][0] in kept
+
+
+def test_what_needs_a_chunk_goes_before_it() -> None:
+    pool = Pool(extents=2)
+    first, tail = pool.chain("a", [SIZES[0], SIZES[1]])
+    pool.fill("a", 11)
+    pool.fill("a", 5, SIZES[1])
+    pool.use(tail)
+    pool.store("a")
+    assert [entry for entry, _ in pool.evicted] == [tail, first], "the victim is the least recently used of its size"
+
+
+def test_a_prefix_of_what_is_pinned_or_kept_stays() -> None:
+    pool = Pool(extents=1)
+    pinned = pool.chain("a", [SIZES[0]] * 4)
+    pool.place.pinned(pinned[-1])
+    pinned[-1].pins = 1
+    kept = pool.chain("a", [SIZES[0]] * 4)
+    pool.place.keep(kept[-1])
+    pool.fill("a", 40)
+    assert all(entry in pool.entries for entry in pinned + kept)
+
+
+def test_what_goes_along_breaks_no_guarantee() -> None:
+    pool = Pool(extents=2, rules={"b": TenantRule(guarantee=SIZES[0] + SIZES[1])})
+    pool.chain("b", [SIZES[0], SIZES[1]])
+    pool.fill("b", 1)
+    pool.fill("a", 10)
+    pool.fill("a", 5, SIZES[1])
+    for _ in range(30):
+        pool.store("a")
+        pool.store("a", SIZES[1])
+        assert pool.used("b") >= SIZES[0] + SIZES[1]
+
+
+def test_an_extent_goes_with_a_chain_of_thousands_behind_it() -> None:
+    pool = Pool(extents=3, extent_bytes=EXTENT_HEADER_BYTES + 1500 * SIZES[0])
+    chain = pool.chain("a", [SIZES[0]] * 4000)
+    pool.fill("a", 500)
+    for entry in pool.entries[-500:]:
+        pool.use(entry)
+    assert pool.store("a", SIZES[1]) is not None
+    gone = {entry for entry, _ in pool.evicted}
+    left = [entry not in gone for entry in chain]
+    assert left == sorted(left, reverse=True), "what is left of the chain is its front"
 
 
 # --- accounts -------------------------------------------------------------------------------------------
