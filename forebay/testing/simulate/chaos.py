@@ -165,20 +165,18 @@ class Chaos:
         return True
 
     def _disk_rot(self) -> bool:
-        disks = [disk for _, disk in sorted(self._world.tiers.disks.items())]
-        return bool(disks) and self._rng.choice(disks).rot(self._rng)
+        devices = self._world.tiers.devices()
+        return bool(devices) and self._rng.choice(devices)[2].rot(self._rng)
 
     def _power_loss(self) -> bool:
         """The disk's; its tier's process dies with it."""
-        struck = False
-        for index, disk in sorted(self._world.tiers.disks.items()):
+        devices = self._world.tiers.devices()
+        for index, kind, device in devices:
             for child in self._world.tiers.living():
-                if child.node.index == index and child.tier == "disk":
+                if child.node.index == index and child.tier == kind:
                     child.process.kill()
-                    struck = True
-            if struck:
-                disk.lose_power(self._rng)
-        return struck
+            device.lose_power(self._rng)
+        return bool(devices)
 
     def _bucket_deletes(self) -> bool:
         bucket = self._world.tiers.bucket

@@ -86,7 +86,7 @@ def draw_plan(seed: int) -> Plan:
     if rng.random() < 0.5:
         faults.update(rng.choice(THEMES))
     nodes = rng.choice((1, 1, 1, 2))
-    tiers = [kind for kind in ("disk", "bucket") if rng.random() < 0.55]
+    tiers = [kind for kind in ("fs", "disk", "bucket") if rng.random() < 0.4]
     if nodes > 1:
         tiers.insert(rng.randrange(len(tiers) + 1), "peer")
     chunk_tokens = rng.choice((32, 48, 64))

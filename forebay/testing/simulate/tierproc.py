@@ -11,6 +11,7 @@ from forebay.errors import ForebayError, ProtocolError
 from forebay.testing.simulate.bucket import Bucket, BucketTier
 from forebay.testing.simulate.disk import SimDisk
 from forebay.testing.simulate.disktier import DiskTier
+from forebay.testing.simulate.files import Directory
 from forebay.testing.simulate.loop import Process
 from forebay.testing.simulate.net import End
 from forebay.testing.simulate.peer import PeerTier
@@ -96,6 +97,8 @@ class TierRunner:
         try:
             for message in self.link.receive():
                 self._take(message)
+                if not self._child.process.alive:
+                    return
         except ProtocolError as error:
             self._child.world.fail(f"a tier process was sent garbage: {error}")
         if self._service is not None:
@@ -124,6 +127,7 @@ class TierRunner:
             tier = self._child.world.tiers.open(self._child.node, message.kind, self._child.process)
         except ForebayError as error:
             self.link.send(StartFailed(type(error).__name__, str(error)))
+            self._child.ended()
             return
         tier.set_waker(self.wake)
         self._service = TierService(tier, self.link, clock=self._loop.time)
@@ -137,6 +141,7 @@ class Tiers:
         self._world = world
         self.children: list[SimChild] = []
         self.disks: dict[int, SimDisk] = {}
+        self.directories: dict[int, Directory] = {}
         self.bucket = Bucket(world)
 
     def child(self, daemon: SimDaemon, name: str, lock_fd: int | None) -> Child:
@@ -155,11 +160,24 @@ class Tiers:
             self.disks[node.index] = SimDisk(self._world)
         return self.disks[node.index]
 
+    def directory(self, node: Node) -> Directory:
+        """Where a node's real file tier keeps its files."""
+        if node.index not in self.directories:
+            self.directories[node.index] = Directory(self._world, self._world.folder / f"files{node.index}")
+        return self.directories[node.index]
+
+    def devices(self) -> list[tuple[int, str, SimDisk | Directory]]:
+        """All disks with the node and the tier that they are of."""
+        disks = [(index, "disk", disk) for index, disk in sorted(self.disks.items())]
+        return [*disks, *((index, "fs", directory) for index, directory in sorted(self.directories.items()))]
+
     def open(self, node: Node, kind: str, process: Process) -> SecondaryTier:
         """The tier object of a process."""
         match kind:
             case "disk":
                 return DiskTier(self._world, process, kind, self.disk(node))
+            case "fs":
+                return self.directory(node).open(kind, process)
             case "bucket":
                 return BucketTier(self._world, process, kind, self.bucket)
             case _:

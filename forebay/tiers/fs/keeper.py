@@ -52,19 +52,32 @@ class Keeper:
 
     def _work(self) -> None:
         healthy_at = time.monotonic() + HEALTHY_S
-        while not self._closing and self._outbox.failure is None:
-            pause = FLUSH_S if self._walk is None else 0.0 if self._fast else STEP_PAUSE_S
-            self._kicked.wait(pause)
-            self._kicked.clear()
-            self._outbox.wait_for_room()
-            try:
-                self._round()
-            except lmdb.Error as error:
-                self._outbox.manifest_error(error)
-            except OSError as error:
-                log.error("the file tier's background work failed, and goes on: %s", error)
+        while self.working:
+            self._kicked.wait(self.pause_s)
+            self.turn()
             if time.monotonic() > healthy_at:
                 self._state.healthy()
+
+    @property
+    def working(self) -> bool:
+        """Is there to be another turn?"""
+        return not self._closing and self._outbox.failure is None
+
+    @property
+    def pause_s(self) -> float:
+        """How long to wait for a kick before the next turn."""
+        return FLUSH_S if self._walk is None else 0.0 if self._fast else STEP_PAUSE_S
+
+    def turn(self) -> None:
+        """What there is to do now. Errors are told, and the next turn tries again."""
+        self._kicked.clear()
+        self._outbox.wait_for_room()
+        try:
+            self._round()
+        except lmdb.Error as error:
+            self._outbox.manifest_error(error)
+        except OSError as error:
+            log.error("the file tier's background work failed, and goes on: %s", error)
 
     def _round(self) -> None:
         if self._walk is not None and not self._closing:

@@ -68,11 +68,17 @@ class FsTier(SecondaryTier):
         *,
         device: Callable[[Paths, FsOptions], Device] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        new_pool: Callable[[str, int, int], WorkPool] = WorkPool,
+        new_keeper: Callable[..., Keeper] = Keeper,
     ) -> None:
-        """Open the directory. Raises ConfigError, AlreadyRunning, NotWritable, NoSpace, OtherVersion."""
+        """Open the directory. Raises ConfigError, AlreadyRunning, NotWritable, NoSpace, OtherVersion.
+
+        `new_pool` and `new_keeper` make what works on threads of its own.
+        """
         self.name = name
         self.options = found = fs_options(name, options)
         self._clock = clock
+        self._new_pool, self._new_keeper = new_pool, new_keeper
         self._paths = Paths(found.path)
         self._extents: dict[int, memoryview] = {}
         self._outbox = Outbox()
@@ -113,8 +119,8 @@ class FsTier(SecondaryTier):
         except BaseException:
             manifest.close()
             raise
-        self._readers = WorkPool("fs-read", options.read_threads, options.read_queue_bytes)
-        self._writers = WorkPool("fs-write", options.write_threads, options.write_queue_bytes)
+        self._readers = self._new_pool("fs-read", options.read_threads, options.read_queue_bytes)
+        self._writers = self._new_pool("fs-write", options.write_threads, options.write_queue_bytes)
         self._reader = Reader(shelf, self._outbox, self._clock)
         self._writer = Writer(shelf, self._outbox, self._cache)
         self._finder = Finder(shelf, self._cache, self._submit_read, self._outbox.wake)
@@ -144,7 +150,7 @@ class FsTier(SecondaryTier):
         """Without a manifest nothing is reserved until the walk has counted what is on the disk."""
         shelf = self._shelf
         walk = chain(announce(shelf), reconcile(shelf))
-        self._keeper = Keeper(shelf, self._outbox, self._state, walk, fast=bool(self._rebuilt))
+        self._keeper = self._new_keeper(shelf, self._outbox, self._state, walk, fast=bool(self._rebuilt))
         until = time.monotonic() + REBUILD_FIRST_S
         while time.monotonic() < until and self._keeper.trim():
             pass
