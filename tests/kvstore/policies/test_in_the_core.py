@@ -140,5 +140,5 @@ def test_chains_of_any_length_go_along(name: str) -> None:
     assert head is not None and sum(e.slot_bytes == head.slot_bytes for e in store.core.table) == 1
     account = next(iter(store.core.place.accounts))
     assert account.victim(head.slot_bytes) is head
-    store.core.place._evict(head, account)
+    assert store.core.place._give_up(head, account, "evicted")
     assert len(store.core.table) == 0
