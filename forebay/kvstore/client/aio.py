@@ -7,6 +7,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from forebay.errors import ForebayError, ProtocolError, StoreUnavailable
@@ -262,8 +263,10 @@ class AsyncStoreClient(PromiseCalls):
                 answer.exception()  # seen: a failed send has raised already
 
     def _tell(self, message: object) -> None:
+        """Send what has no answer. On a connection that is lost, or found to be, it has no object any more."""
         if self._socket is not None:
-            self._send(REQUESTS.encode(message))
+            with suppress(StoreUnavailable):
+                self._send(REQUESTS.encode(message))
 
     def _send(self, frame: bytes) -> None:
         if self._socket is None or self._loop is None:
