@@ -14,7 +14,16 @@ from forebay.ipc.framing import FrameBuffer
 from forebay.ipc.sockets import peer_of, send_with_descriptors, widen
 from forebay.kvstore.core import Client
 from forebay.kvstore.limits import Limits
-from forebay.kvstore.protocol import CLIENT_ID_BYTES, PROTOCOL_VERSION, REPLIES, REQUESTS, Hello, Refused, Request
+from forebay.kvstore.protocol import (
+    CLIENT_ID_BYTES,
+    PROTOCOL_VERSION,
+    REPLIES,
+    REQUESTS,
+    Check,
+    Hello,
+    Refused,
+    Request,
+)
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +52,7 @@ class Connection(asyncio.Protocol):
         self._buffer: FrameBuffer[Request] = FrameBuffer(REQUESTS)
         self._transport: asyncio.Transport | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._long: set[asyncio.Task[None]] = set()
         self.client: Client | None = None
         self.closed = False
 
@@ -74,6 +84,8 @@ class Connection(asyncio.Protocol):
         """asyncio: the connection has ended, from either side."""
         if not self.closed:
             self.closed = True
+        for reading in list(self._long):  # the whole pool, for nobody; what changes something goes on to its end
+            reading.cancel()
         self._service.gone(self)
 
     def pause_writing(self) -> None:
@@ -123,6 +135,9 @@ class Connection(asyncio.Protocol):
         task = asyncio.ensure_future(self._finish(request, answer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        if isinstance(request, Check):
+            self._long.add(task)
+            task.add_done_callback(self._long.discard)
 
     async def _finish(self, request: Request, answer: Coroutine[Any, Any, object]) -> None:
         try:
