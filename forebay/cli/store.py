@@ -10,7 +10,7 @@ import argparse
 from typing import Any
 
 from forebay.cli.places import default_socket, private, runtime_dir
-from forebay.cli.tenants import TENANTS
+from forebay.cli.tenants import POLICY, TENANTS
 from forebay.config import Setting, add_settings, duration, one_of, path, resolve, share, size, text, unix_socket
 from forebay.kvstore.config import StoreConfig
 
@@ -33,6 +33,7 @@ SETTINGS = (
     Setting("tier_hang", duration, 10.0, "end a tier's process that gives no sign of life for so long", shown="10s"),
     Setting("metrics", text, None, "HOST:PORT of Prometheus metrics, on loopback"),
     TENANTS,
+    POLICY,
 )
 
 

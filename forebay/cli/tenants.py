@@ -7,7 +7,9 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-from forebay.config import Kind, Setting, size
+from forebay.config import Kind, Setting, one_of, size
+from forebay.kvstore.config import StoreConfig
+from forebay.kvstore.policies.registry import POLICY_NAMES
 from forebay.kvstore.tenancy import TenantRule
 
 TENANT_BYTES_MAX = 128
@@ -73,4 +75,5 @@ TENANTS = Setting(
     "tenants", Kind("TABLE", _read, rules_of), {}, "quota, guarantee and weight of tenants; in a file [tenants.NAME]",
     shown="equal shares",
 )  # fmt: skip
-"""Of commands that start a store."""
+POLICY = Setting("policy", one_of(*POLICY_NAMES), StoreConfig.policy, "which of a tenant's chunks goes first")
+"""Both of commands that start a store."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from forebay.errors import ConfigError
 from forebay.kvstore.limits import Limits
+from forebay.kvstore.policies.registry import POLICY_NAMES
 from forebay.kvstore.tenancy import TenantRule
 
 EXTENT_BYTES_MIN = 1 << 20
@@ -21,7 +22,8 @@ class StoreConfig:
     `extent` None picks a size from `memory`. `fs_state_dir` None keeps the file tier's manifest beside its
     files. `pin_budget` and `retain_budget` are shares of the pool; `lease`, `reservation` and `tier_hang` are
     seconds. `events` and `replay` are ZMQ endpoints, `metrics` a `host:port` for Prometheus. `tenants` are the rules of
-    those who have some. Raises ConfigError if these can't all be kept.
+    those who have some; `policy` orders each tenant's chunks. Raises ConfigError if rules can't all be kept, or for
+    a policy that there isn't.
     """
 
     socket: Path
@@ -42,8 +44,11 @@ class StoreConfig:
     tier_hang: float = 10.0
     pool_dir: Path = Path("/dev/shm")  # noqa: S108
     tenants: Mapping[str, TenantRule] = field(default_factory=dict)
+    policy: str = "lru"
 
     def __post_init__(self) -> None:
+        if self.policy not in POLICY_NAMES:
+            raise ConfigError(f"policy {self.policy!r}: takes one of {', '.join(POLICY_NAMES)}")
         guaranteed = sum(rule.guarantee for rule in self.tenants.values())
         if guaranteed and guaranteed > self.extents * self.extent_bytes:
             most = max(self.tenants, key=lambda name: self.tenants[name].guarantee)

@@ -84,7 +84,7 @@ class Daemon:
         announcer = self._announcer(boot)
         core = StoreCore(
             pool, tell=announcer.host, first_generation=int(self._clock() * 1e9), tenants=self.config.tenants,
-            limits=self.config.limits, clock=asyncio.get_running_loop().time,
+            limits=self.config.limits, clock=asyncio.get_running_loop().time, policy=self.config.policy,
         )  # fmt: skip
         announcer.core = core
         locks = ClientLocks(pool.path / "clients")
