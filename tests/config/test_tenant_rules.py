@@ -82,3 +82,12 @@ def test_more_than_the_pool_cannot_be_guaranteed() -> None:
     with pytest.raises(ConfigError, match=r"17825792 bytes are guaranteed in all \(most of them to 'a'\)"):
         StoreConfig(Path("s"), memory=16 << 20, tenants=rules)
     assert StoreConfig(Path("s"), memory=32 << 20, tenants=rules).tenants == rules
+
+
+def test_a_policy_is_one_that_there_is() -> None:
+    assert resolve("store", store.SETTINGS, {"policy": "arc"}, {})["policy"] == "arc"
+    assert resolve("serve", serve.SETTINGS, {}, {})["policy"] == StoreConfig(Path("s")).policy
+    with pytest.raises(ConfigError, match="--policy 'mru': takes one of lru, arc"):
+        resolve("store", store.SETTINGS, {"policy": "mru"}, {})
+    with pytest.raises(ConfigError, match="policy 'mru': takes one of lru, arc"):
+        StoreConfig(Path("s"), policy="mru")

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from forebay.kvstore.entry import Entry, SlotRef
 from forebay.kvstore.placement import Placement
 from forebay.kvstore.policies.lru import Lru
-from forebay.kvstore.policies.registry import Policies
+from forebay.kvstore.policies.registry import POLICY_NAMES, Policies
 from forebay.kvstore.slots import EXTENT_HEADER_BYTES
 from forebay.kvstore.tenancy import OTHERS, Accounts, Claim, TenantRule, divide, shares
 from tests.kvstore.support import bare_entry
@@ -35,6 +35,7 @@ class Pool:
     rules: dict[str, TenantRule] = field(default_factory=dict)
     accounts_max: int = 64
     extent_bytes: int = EXTENT
+    policy: str = "lru"
 
     def __post_init__(self) -> None:
         self.children: dict[Entry, list[Entry]] = {}
@@ -43,7 +44,7 @@ class Pool:
         self.serial = 0
         self.place = Placement(
             evict=self.evict, cut=lambda extent, size: None, rules=self.rules, accounts_max=self.accounts_max,
-            policies=Policies("lru", self),
+            policies=Policies(self.policy, self),
         )  # fmt: skip
         for extent in range(self.extents):
             self.place.add_extent(extent, self.extent_bytes)
@@ -54,32 +55,47 @@ class Pool:
     def parent(self, entry: Entry) -> Entry | None:
         return next((parent for parent, children in self.children.items() if entry in children), None)
 
+    def with_dependents(self, entry: Entry) -> set[Entry]:
+        found = {entry}
+        for child in self.dependents(entry):
+            found |= self.with_dependents(child)
+        return found
+
     def chain(self, tenant: str, sizes: list[int]) -> list[Entry]:
         """Chunks of which each needs the one before it."""
         entries: list[Entry] = []
-        for number, size in enumerate(sizes):
-            entry = self.store(tenant, size)
+        for size in sizes:
+            entry = self.store(tenant, size, parent=entries[-1] if entries else None)
             assert entry is not None
-            entry.start = number
-            if entries:
-                self.children[entries[-1]] = [entry]
             entries.append(entry)
         return entries
 
     def evict(self, entry: Entry, reason: str) -> None:
         assert entry.pins == 0, "what is pinned is never evicted"
-        assert not [e for e in self.dependents(entry) if e in self.entries], "what needs it went before"
+        assert not self.dependents(entry), "what needs it went before"
         self.evicted.append((entry, reason))
-        self.entries.remove(entry)
         self.place.leave(entry)
+        self.gone(entry)
 
-    def store(self, tenant: str, size: int = SIZES[0], *, pin: bool = False) -> Entry | None:
+    def gone(self, entry: Entry) -> None:
+        self.entries.remove(entry)
+        self.children.pop(entry, None)
+        parent = self.parent(entry)
+        if parent is not None:
+            self.children[parent].remove(entry)
+
+    def store(
+        self, tenant: str, size: int = SIZES[0], *, pin: bool = False, parent: Entry | None = None
+    ) -> Entry | None:
         self.evicted.clear()
         slot = self.place.take(size, tenant)
         if slot is None:
             return None
         self.serial += 1
         entry = bare_entry(key=self.serial.to_bytes(8, "big"), tenant=tenant, slot=slot, slot_bytes=size, pins=1)
+        if parent is not None and parent in self.entries:
+            entry.start, entry.parent = parent.start + 1, parent.key
+            self.children.setdefault(parent, []).append(entry)
         self.entries.append(entry)
         self.place.settle(entry)
         if not pin:
@@ -220,7 +236,7 @@ def test_quarantined_slots_are_their_tenants() -> None:
     pool = Pool()
     entry = pool.store("a", pin=True)
     assert entry is not None
-    pool.entries.remove(entry)
+    pool.gone(entry)
     pool.place.leave(entry, keep_slot=True)
     assert pool.place.accounts.of("a").used == SIZES[0]
     pool.place.drop_slot(entry.slot)
@@ -371,17 +387,22 @@ rules = st.fixed_dictionaries(
 
 
 class PlacementMachine(RuleBasedStateMachine):
-    @initialize(rules=rules)
-    def start(self, rules: dict[str, TenantRule]) -> None:
-        self.pool = Pool(rules=rules)
+    @initialize(rules=rules, policy=st.sampled_from(POLICY_NAMES))
+    def start(self, rules: dict[str, TenantRule], policy: str) -> None:
+        self.pool = Pool(rules=rules, policy=policy)
         self.held: list[tuple[SlotRef, str, int]] = []
 
-    @rule(tenant=st.sampled_from(NAMES), size=st.sampled_from(SIZES), pin=st.booleans(), count=st.integers(1, 6))
-    def store(self, tenant: str, size: int, pin: bool, count: int) -> None:
+    @rule(
+        tenant=st.sampled_from(NAMES), size=st.sampled_from(SIZES), pin=st.booleans(), count=st.integers(1, 6),
+        after=st.integers(0, 60),
+    )  # fmt: skip
+    def store(self, tenant: str, size: int, pin: bool, count: int, after: int) -> None:
         pool = self.pool
         for _ in range(count):
+            mine = [entry for entry in pool.entries if entry.tenant == tenant]
+            parent = mine[after % len(mine)] if mine and after < 40 else None
             before = {name: self.bytes_of(name) for name in NAMES}
-            entry = pool.store(tenant, size, pin=pin and count < 3)
+            entry = pool.store(tenant, size, pin=pin and count < 3, parent=parent)
             for name in NAMES:
                 if name == tenant:
                     continue
@@ -400,12 +421,17 @@ class PlacementMachine(RuleBasedStateMachine):
         mine = pool.rules.get(tenant, TenantRule())
         if self.held or any(entry.pins for entry in pool.entries) or self.bytes_of(tenant) + size > mine.guarantee:
             return
-        same = [entry for entry in pool.entries if entry.slot_bytes == size and entry.tenant != tenant]
-        spare = any(
-            self.bytes_of(entry.tenant) - size >= pool.rules.get(entry.tenant, TenantRule()).guarantee for entry in same
-        )
+        others = [name for name in NAMES if name != tenant]
+        spare = any(self.can_always_lose(name, size) for name in others)
         if spare:
             assert pool.store(tenant, size) is not None
+
+    def can_always_lose(self, tenant: str, size: int) -> bool:
+        """Whichever of its chunks of this size goes, with all that needs it: its guarantee is left."""
+        chunks = [entry for entry in self.pool.entries if entry.tenant == tenant and entry.slot_bytes == size]
+        costs = [sum(e.slot_bytes for e in self.pool.with_dependents(entry)) for entry in chunks]
+        guarantee = self.pool.rules.get(tenant, TenantRule()).guarantee
+        return bool(costs) and self.bytes_of(tenant) - max(costs) >= guarantee
 
     @rule(pick=st.randoms(use_true_random=False))
     def read(self, pick: object) -> None:
@@ -436,7 +462,7 @@ class PlacementMachine(RuleBasedStateMachine):
         busy = [entry for entry in self.pool.entries if entry.pins]
         if busy:
             entry = busy[pick.randrange(len(busy))]  # type: ignore[attr-defined]
-            self.pool.entries.remove(entry)
+            self.pool.gone(entry)
             self.pool.place.leave(entry, keep_slot=True)
             self.held.append((entry.slot, entry.tenant, entry.slot_bytes))
 
