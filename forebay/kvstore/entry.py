@@ -5,7 +5,7 @@ What only a few look at (tokens, extra, checksums) stays where it is anyway, in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from forebay.kvstore.header import ChunkHeader, SlotState
@@ -46,7 +46,7 @@ class Entry:
     none is known to the eviction policy. `verified` is false for an adopted chunk that hasn't been read yet.
     `replaces` is the key of the shorter chunk that this one grew out of. `tiers` are those that have it, a set that
     entries share. `account` is whose bytes its slot counts among, `note`
-    what the eviction policy keeps of it.
+    what the eviction policy keeps of it, `order`, `older` and `newer` are its place in one.
     """
 
     namespace: bytes
@@ -69,7 +69,10 @@ class Entry:
     stamp: int = 0
     replaces: bytes = b""
     account: Account | None = None
-    note: object = None
+    note: object = field(default=None, repr=False)
+    order: object = field(default=None, repr=False)
+    older: Entry | None = field(default=None, repr=False)
+    newer: Entry | None = field(default=None, repr=False)
     tiers: frozenset[str] = NO_TIERS
 
     @property

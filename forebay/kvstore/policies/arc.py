@@ -9,7 +9,6 @@ the target after its eviction and not before. Pinned entries are in neither list
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from enum import Enum
 
@@ -17,6 +16,7 @@ from forebay.kvstore.entry import Entry
 from forebay.kvstore.policies.base import EvictionPolicy, Lineage, NoLineage
 from forebay.kvstore.policies.descent import Descent
 from forebay.kvstore.policies.ghosts import GHOSTS_MAX, Ghosts
+from forebay.kvstore.policies.order import Order
 
 
 class Seen(Enum):
@@ -30,8 +30,8 @@ class SizeClass:
     """The lists of one slot size."""
 
     def __init__(self, ghosts_max: int) -> None:
-        self.once: OrderedDict[Entry, None] = OrderedDict()
-        self.again: OrderedDict[Entry, None] = OrderedDict()
+        self.once: Order[Entry] = Order()
+        self.again: Order[Entry] = Order()
         self.ghosts_once, self.ghosts_again = Ghosts(ghosts_max), Ghosts(ghosts_max)
         self.target = 0.0
 
@@ -41,7 +41,11 @@ class SizeClass:
     def __contains__(self, entry: Entry) -> bool:
         return entry in self.once or entry in self.again
 
-    def in_turn(self) -> OrderedDict[Entry, None]:
+    def discard(self, entry: Entry) -> bool:
+        """Take an entry out; False if it isn't in."""
+        return self.once.discard(entry) or self.again.discard(entry)
+
+    def in_turn(self) -> Order[Entry]:
         """The list that gives up an entry next."""
         return self.once if self.once and (len(self.once) > self.target or not self.again) else self.again
 
@@ -86,20 +90,15 @@ class Arc(EvictionPolicy):
         known = isinstance(entry.note, Seen)
         again = known or here.came_back(entry)
         entry.note = Seen.AGAIN if again else Seen.ONCE
-        (here.again if again else here.once)[entry] = None
+        (here.again if again else here.once).append(entry)
 
     def demote(self, entry: Entry) -> None:
         here = self._of(entry.slot_bytes)
-        if entry in here:
-            here.once.pop(entry, None)
-            here.again.pop(entry, None)
-            here.once[entry] = None
-            here.once.move_to_end(entry, last=False)
+        if here.discard(entry):
+            here.once.push_first(entry)
 
     def remove(self, entry: Entry) -> None:
-        here = self._of(entry.slot_bytes)
-        here.once.pop(entry, None)
-        here.again.pop(entry, None)
+        self._of(entry.slot_bytes).discard(entry)
 
     def evicted(self, entry: Entry) -> None:
         self._of(entry.slot_bytes).remember(entry)
@@ -112,12 +111,13 @@ class Arc(EvictionPolicy):
         here = self._of(slot_bytes)
         for _ in range(len(here)):
             order = here.in_turn()
-            coldest = next(iter(order))
+            coldest = order.first
+            assert coldest is not None
             leaf = self._descent.leaf(coldest)
             if leaf is not None:
                 return leaf
-            del order[coldest]  # what a pinned entry needs is in use
-            here.again[coldest] = None
+            order.discard(coldest)  # what a pinned entry needs is in use
+            here.again.append(coldest)
         return None
 
     def gauges(self) -> Mapping[str, int]:

@@ -2,45 +2,40 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 
 from forebay.kvstore.entry import Entry
 from forebay.kvstore.policies.base import EvictionPolicy, Lineage, NoLineage
 from forebay.kvstore.policies.descent import Descent
+from forebay.kvstore.policies.order import Order
 
 
 class Lru(EvictionPolicy):
-    """An ordered dict a slot size: next victim at the front, last used at the back."""
+    """An order a slot size."""
 
     def __init__(self, lineage: Lineage | None = None) -> None:
-        self._orders: defaultdict[int, OrderedDict[Entry, None]] = defaultdict(OrderedDict)
-        self._descent = Descent(lineage or NoLineage(), self._known)
-
-    def _known(self, entry: Entry) -> bool:
-        return entry in self._orders[entry.slot_bytes]
+        self._orders: defaultdict[int, Order[Entry]] = defaultdict(Order)
+        self._descent = Descent(lineage or NoLineage(), lambda entry: entry in self._orders[entry.slot_bytes])
 
     def add(self, entry: Entry) -> None:
-        order = self._orders[entry.slot_bytes]
-        assert entry not in order
-        order[entry] = None
+        self._orders[entry.slot_bytes].append(entry)
 
     def demote(self, entry: Entry) -> None:
-        order = self._orders[entry.slot_bytes]
-        if entry in order:
-            order.move_to_end(entry, last=False)
+        self._orders[entry.slot_bytes].move_first(entry)
 
     def remove(self, entry: Entry) -> None:
-        self._orders[entry.slot_bytes].pop(entry, None)
+        self._orders[entry.slot_bytes].discard(entry)
 
     def victim(self, slot_bytes: int) -> Entry | None:
         order = self._orders[slot_bytes]
         for _ in range(len(order)):
-            coldest = next(iter(order))
+            coldest = order.first
+            assert coldest is not None
             leaf = self._descent.leaf(coldest)
             if leaf is not None:
                 return leaf
-            order.move_to_end(coldest)  # what a pinned entry needs is in use
+            order.move_last(coldest)  # what a pinned entry needs is in use
         return None
 
     def __len__(self) -> int:

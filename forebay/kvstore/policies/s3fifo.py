@@ -11,13 +11,14 @@ used at that very moment.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from forebay.kvstore.entry import Entry
 from forebay.kvstore.policies.base import EvictionPolicy, Lineage, NoLineage
 from forebay.kvstore.policies.descent import Descent
 from forebay.kvstore.policies.ghosts import GHOSTS_MAX, Ghosts
+from forebay.kvstore.policies.order import Order
 
 USES_MAX = 3
 PROMOTED_AT = 2
@@ -25,63 +26,61 @@ SMALL_SHARE = 0.1
 
 
 class Uses:
-    """An entry's note. `count` of its uses since it was stored or went around, and whether it may be evicted."""
+    """An entry's note, which is what the queues hold: `count` of its uses since it was stored or went around, and
+    whether it may be evicted."""
 
-    __slots__ = ("count", "evictable")
+    __slots__ = ("count", "entry", "evictable", "newer", "older", "order")
 
-    def __init__(self) -> None:
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
         self.count = 0
         self.evictable = True
-
-
-def _uses(entry: Entry) -> Uses:
-    assert isinstance(entry.note, Uses), "an entry in a queue has been added"
-    return entry.note
+        self.order: Any = None
+        self.older: Any = None
+        self.newer: Any = None
 
 
 class Queues:
     """The queues of one slot size. Pinned entries stay in them until their turn comes."""
 
     def __init__(self, ghosts_max: int) -> None:
-        self.small: OrderedDict[Entry, None] = OrderedDict()
-        self.main: OrderedDict[Entry, None] = OrderedDict()
+        self.small: Order[Uses] = Order()
+        self.main: Order[Uses] = Order()
         self.ghosts = Ghosts(ghosts_max)
         self.evictable = 0
 
     def __len__(self) -> int:
         return len(self.small) + len(self.main)
 
-    def head(self) -> Entry | None:
-        """The entry that is to be evicted next; moves those before it."""
+    def head(self) -> Uses | None:
+        """What is to be evicted next; moves those before it."""
         while len(self):
             from_small = bool(self.small) and (len(self.small) >= max(1, len(self) * SMALL_SHARE) or not self.main)
             queue = self.small if from_small else self.main
-            entry = next(iter(queue))
-            uses = _uses(entry)
+            uses = queue.first
+            assert uses is not None
             if not uses.evictable:
-                del queue[entry]
+                queue.discard(uses)
             elif from_small and uses.count >= PROMOTED_AT:
-                del queue[entry]
                 uses.count = 0
-                self.main[entry] = None
+                queue.discard(uses)
+                self.main.append(uses)
             elif not from_small and uses.count:
                 uses.count -= 1
-                queue.move_to_end(entry)
+                queue.move_last(uses)
             else:
-                return entry
+                return uses
         return None
 
-    def used_now(self, entry: Entry) -> None:
+    def used_now(self, uses: Uses) -> None:
         """The head turns out to be in use."""
-        self.small.pop(entry, None)
-        self.main.pop(entry, None)
-        _uses(entry).count = 1
-        self.main[entry] = None
+        self.discard(uses)
+        uses.count = 1
+        self.main.append(uses)
 
-    def discard(self, entry: Entry) -> None:
+    def discard(self, uses: Uses) -> None:
         """Take an entry out, if it is in."""
-        self.small.pop(entry, None)
-        self.main.pop(entry, None)
+        _ = self.small.discard(uses) or self.main.discard(uses)
 
 
 class S3Fifo(EvictionPolicy):
@@ -106,20 +105,19 @@ class S3Fifo(EvictionPolicy):
             assert not uses.evictable
             uses.evictable = True
             uses.count = min(uses.count + 1, USES_MAX)
-            if entry not in queues.small and entry not in queues.main:
-                queues.main[entry] = None
+            if uses.order is None:
+                queues.main.append(uses)
         else:
-            entry.note = Uses()
-            (queues.main if queues.ghosts.take(entry) else queues.small)[entry] = None
+            uses = entry.note = Uses(entry)
+            (queues.main if queues.ghosts.take(entry) else queues.small).append(uses)
         queues.evictable += 1
 
     def demote(self, entry: Entry) -> None:
         uses, queues = entry.note, self._of(entry.slot_bytes)
         if isinstance(uses, Uses) and uses.evictable:
-            queues.discard(entry)
+            queues.discard(uses)
             uses.count = 0
-            queues.small[entry] = None
-            queues.small.move_to_end(entry, last=False)
+            queues.small.push_first(uses)
 
     def remove(self, entry: Entry) -> None:
         uses = entry.note
@@ -129,14 +127,14 @@ class S3Fifo(EvictionPolicy):
 
     def evicted(self, entry: Entry) -> None:
         queues = self._of(entry.slot_bytes)
-        if entry in queues.small:
+        if isinstance(entry.note, Uses) and entry.note in queues.small:
             queues.ghosts.add(entry)
         queues.ghosts.trim(int(len(queues) * (1 - SMALL_SHARE)))
 
     def forget(self, entry: Entry) -> None:
         self.remove(entry)
         if isinstance(entry.note, Uses):
-            self._of(entry.slot_bytes).discard(entry)
+            self._of(entry.slot_bytes).discard(entry.note)
             entry.note = None
 
     def victim(self, slot_bytes: int) -> Entry | None:
@@ -145,7 +143,7 @@ class S3Fifo(EvictionPolicy):
             head = queues.head()
             if head is None:
                 return None
-            leaf = self._descent.leaf(head)
+            leaf = self._descent.leaf(head.entry)
             if leaf is not None:
                 return leaf
             queues.used_now(head)
@@ -159,4 +157,4 @@ class S3Fifo(EvictionPolicy):
 
     def __iter__(self) -> Iterator[Entry]:
         for queues in list(self._queues.values()):
-            yield from [entry for entry in (*queues.small, *queues.main) if _uses(entry).evictable]
+            yield from [uses.entry for uses in (*queues.small, *queues.main) if uses.evictable]

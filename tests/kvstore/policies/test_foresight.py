@@ -85,7 +85,10 @@ def test_old_habits_count_half() -> None:
     habits.returned(kind, 3)
     for _ in range(HALVED_AFTER):
         habits.next_request()
+    habits.hazard(kind)
     assert kind.returned[3] == 0.5 and kind.waited[3] == 0.5
+    habits.returned(kind, 3)
+    assert kind.returned[3] == 1.5
 
 
 def test_kinds_beyond_the_limit_are_the_wider_ones() -> None:
@@ -200,7 +203,7 @@ def test_the_victim_is_the_deepest_of_the_session_that_is_worth_least(seed: int)
             victim = pool.victim()
             check_victim(family, free, sessions, victim)
             if victim is not None:
-                pool.take(victim.note, victim)
+                pool.leave(victim.note, victim)
                 free.remove(victim)
                 family.entries.remove(victim)
                 for above in family.chain(victim)[1:2]:
@@ -290,7 +293,7 @@ def test_the_rest_of_a_session_is_weighed_as_its_tail_goes() -> None:
     order = []
     while (victim := pool.victim()) is not None:
         order.append(tuple(victim.key))
-        pool.take(victim.note, victim)
+        pool.leave(victim.note, victim)
         family.entries.remove(victim)
     # Worth from the end: 1/3, 1/2, 1 and 1.2 times as much.
     assert order == [(0, 2), (1, 2), (0, 1), (1, 1), (0, 0), (1, 0)]

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import ConfigError
+from forebay.kvstore.entry import Entry
 from forebay.kvstore.policies.arc import Arc
 from forebay.kvstore.policies.base import EvictionPolicy, Lineage, NaiveLru
 from forebay.kvstore.policies.lru import Lru
+from forebay.kvstore.policies.order import Order
 from forebay.kvstore.policies.registry import POLICY_NAMES, make_policy
 from forebay.kvstore.policies.s3fifo import S3Fifo
 from tests.kvstore.policies.family import SIZES, Family, SmallStore, make_entry
@@ -192,3 +194,31 @@ def test_ghosts_are_bounded(policy: type[Arc] | type[S3Fifo]) -> None:
 def test_an_unknown_policy_is_refused_with_the_names_of_those_there_are() -> None:
     with pytest.raises(ConfigError, match="lru, arc, s3fifo, foresight"):
         make_policy("fifo")
+
+
+def test_an_order_is_what_a_list_would_be() -> None:
+    rng, order, model = random.Random(5), Order[Entry](), list[Entry]()
+    items = [make_entry(bytes([i])) for i in range(12)]
+    for _ in range(3000):
+        item = rng.choice(items)
+        if item not in model:
+            if rng.random() < 0.5:
+                order.append(item)
+                model.append(item)
+            else:
+                order.push_first(item)
+                model.insert(0, item)
+        else:
+            model.remove(item)
+            if rng.random() < 0.4:
+                order.move_last(item)
+                model.append(item)
+            elif rng.random() < 0.4:
+                order.move_first(item)
+                model.insert(0, item)
+            else:
+                assert order.discard(item) and not order.discard(item)
+        assert list(order) == model and len(order) == len(model)
+        assert order.first is (model[0] if model else None)
+        assert all((item in order) == (item in model) for item in items)
+    assert repr(items[0]).startswith("Entry("), "a chain of links is not printed"

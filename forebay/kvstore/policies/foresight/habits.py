@@ -28,14 +28,22 @@ FRESH = 16
 class Kind:
     """`waited[i]` sessions have been in age bin i, `returned[i]` of them came back in it."""
 
-    __slots__ = ("children", "computed_at", "hazard", "parent", "returned", "waited")
+    __slots__ = ("children", "computed_at", "halvings", "hazard", "parent", "returned", "waited")
 
-    def __init__(self, parent: Kind | None) -> None:
+    def __init__(self, parent: Kind | None, halvings: int = 0) -> None:
         self.parent = parent
+        self.halvings = halvings
         self.children: dict[int, Kind] = {}
         self.waited, self.returned = array("d", bytes(8 * BINS)), array("d", bytes(8 * BINS))
         self.hazard: Sequence[float] = ()
         self.computed_at = 0
+
+    def halve(self, halvings: int) -> None:
+        """Have been halved so often by now."""
+        share = 0.5 ** (halvings - self.halvings)
+        self.waited = array("d", [value * share for value in self.waited])
+        self.returned = array("d", [value * share for value in self.returned])
+        self.halvings = halvings
 
 
 class Habits:
@@ -43,23 +51,25 @@ class Habits:
 
     def __init__(self, limit: int = KINDS_MAX) -> None:
         self._limit = limit
-        self._kinds = [Kind(None)]
+        self._root = Kind(None)
+        self._count = 1
         self._requests = 0
+        self._halvings = 0
 
     def __len__(self) -> int:
         """How many kinds there are; at most the limit."""
-        return len(self._kinds)
+        return self._count
 
     def kind(self, features: Sequence[int]) -> Kind:
         """The narrowest kind with these features, widest first; a wider one once there are too many."""
-        kind = self._kinds[0]
+        kind = self._root
         for feature in features:
             child = kind.children.get(feature)
             if child is None:
-                if len(self._kinds) >= self._limit:
+                if self._count >= self._limit:
                     return kind
-                child = kind.children[feature] = Kind(kind)
-                self._kinds.append(child)
+                child = kind.children[feature] = Kind(kind, self._halvings)
+                self._count += 1
             kind = child
         return kind
 
@@ -67,6 +77,8 @@ class Habits:
         """A session of this kind has waited through all of an age bin."""
         at: Kind | None = kind
         while at is not None:
+            if at.halvings != self._halvings:
+                at.halve(self._halvings)
             at.waited[age_bin] += 1
             at = at.parent
 
@@ -74,6 +86,8 @@ class Habits:
         """A session of this kind has come back in this age bin."""
         at: Kind | None = kind
         while at is not None:
+            if at.halvings != self._halvings:
+                at.halve(self._halvings)
             at.waited[age_bin] += 1
             at.returned[age_bin] += 1
             at = at.parent
@@ -82,14 +96,14 @@ class Habits:
         """A request more."""
         self._requests += 1
         if self._requests % HALVED_AFTER == 0:
-            for kind in self._kinds:
-                kind.waited = array("d", [value / 2 for value in kind.waited])
-                kind.returned = array("d", [value / 2 for value in kind.returned])
+            self._halvings += 1  # each kind follows when it is next looked at
 
     def hazard(self, kind: Kind) -> Sequence[float]:
         """The chance to come back in each age bin for who has reached it. Don't mutate."""
         if kind.hazard and self._requests < kind.computed_at + FRESH:
             return kind.hazard
+        if kind.halvings != self._halvings:
+            kind.halve(self._halvings)
         if kind.parent is None:
             kind.hazard = [(r + RARE) / (w + 1) for r, w in zip(kind.returned, kind.waited, strict=True)]
         else:

@@ -56,8 +56,7 @@ class Foresight(EvictionPolicy):
         pool, shelf = self._pool(entry.slot_bytes), entry.note
         session = shelf.session if isinstance(shelf, Shelf) else self._owner(entry)
         shelf = pool.shelf(session)
-        assert not shelf.members.get(entry)
-        entry.note = shelf
+        assert entry.order is None, "in one order at a time"
         pool.put(shelf, entry)
         self._wake_parent(entry)
 
@@ -74,7 +73,7 @@ class Foresight(EvictionPolicy):
 
     def demote(self, entry: Entry) -> None:
         shelf = entry.note
-        if isinstance(shelf, Shelf) and shelf.members.get(entry):
+        if isinstance(shelf, Shelf) and entry.order is shelf:
             _move(entry, self.sessions.nobody)
 
     def remove(self, entry: Entry) -> None:
@@ -83,9 +82,10 @@ class Foresight(EvictionPolicy):
             shelf.pool.take(shelf, entry)
 
     def forget(self, entry: Entry) -> None:
-        self.remove(entry)
+        shelf = entry.note
+        if isinstance(shelf, Shelf):
+            shelf.pool.leave(shelf, entry)
         self._wake_parent(entry)
-        entry.note = None
 
     def _wake_parent(self, entry: Entry) -> None:
         if any(pool.waiting for pool in self._pools.values()):
@@ -115,8 +115,7 @@ class Foresight(EvictionPolicy):
             assert isinstance(shelf, Shelf)
             for entry in list(shelf.beyond(start)):
                 shelf.pool.evictable -= 1
-                nobody = entry.note = shelf.pool.shelf(self.sessions.nobody)
-                shelf.pool.put(nobody, entry)
+                shelf.pool.put(shelf.pool.shelf(self.sessions.nobody), entry)
 
     def gauges(self) -> Mapping[str, int]:
         return {
@@ -136,8 +135,8 @@ def _move(entry: Entry, session: Session) -> None:
     """A chunk becomes another session's, pinned or not."""
     old = entry.note
     assert isinstance(old, Shelf)
-    pool, here = old.pool, old.members.get(entry)
-    pool.take(old, entry)
+    pool, here = old.pool, entry.order is old
+    pool.leave(old, entry)
     new = entry.note = pool.shelf(session)
     if here:
         pool.put(new, entry)

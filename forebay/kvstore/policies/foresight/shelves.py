@@ -2,69 +2,81 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import count
+from operator import attrgetter
 
 from forebay.kvstore.entry import Entry
 from forebay.kvstore.policies.base import Lineage
 from forebay.kvstore.policies.foresight.sessions import Session
 
+_start = attrgetter("start")
+
 
 class Shelf:
-    """Deepest chunk first. `members` are those in the heap: True for who may be evicted."""
+    """A session's chunks in slots of one size, by where they begin. A chunk's `note` is its shelf, and so is its
+    `order` while it may be evicted; pinned ones keep their place, so that using a session costs no insertions."""
 
-    __slots__ = ("_heap", "_serial", "evictable", "members", "pool", "session", "share", "stamp")
+    __slots__ = ("_gone", "_line", "evictable", "pool", "session", "share", "stamp")
 
-    def __init__(self, pool: Pool, session: Session, serial: int) -> None:
+    def __init__(self, pool: Pool, session: Session) -> None:
         self.pool, self.session = pool, session
-        self.members: dict[Entry, bool] = {}
         self.evictable = 0
         self.stamp = 0
         self.share = 0.0
-        self._heap: list[tuple[int, int, Entry]] = []
-        self._serial = serial
+        self._line: list[Entry] = []
+        self._gone = 0
+
+    def __len__(self) -> int:
+        """Chunks that are here, pinned ones too, and some that are gone."""
+        return len(self._line)
 
     def put(self, entry: Entry) -> None:
         """`entry` may be evicted from now on."""
-        if entry not in self.members:
-            if len(self._heap) > 2 * self.evictable + 64:
-                self._sweep()
-            heappush(self._heap, (-entry.start, next(self.pool.ticket), entry))
-        self.members[entry] = True
+        at = bisect_left(self._line, entry.start, key=_start)
+        while at < len(self._line) and self._line[at].start == entry.start and self._line[at] is not entry:
+            at += 1
+        if at == len(self._line) or self._line[at] is not entry:
+            self._line.insert(at, entry)
+        entry.note = entry.order = self
         self.evictable += 1
 
     def take(self, entry: Entry) -> None:
         """`entry` may not be evicted any more, if it might before. It keeps its place in case it comes back."""
-        if self.members.get(entry):
-            self.members[entry] = False
+        if entry.order is self:
+            entry.order = None
             self.evictable -= 1
+
+    def leave(self, entry: Entry) -> None:
+        """`entry` doesn't come back."""
+        self.take(entry)
+        entry.note = None
+        self._gone += 1
+        if 2 * self._gone > len(self._line):
+            self._line = [other for other in self._line if other.note is self]
+            self._gone = 0
 
     def deepest(self) -> Entry | None:
         """The evictable entry that goes furthest."""
-        if not self.evictable and self._heap:  # all are pinned: no need to pop them one by one
-            self._heap.clear()
-            self.members.clear()
-        while self._heap:
-            entry = self._heap[0][2]
-            if self.members[entry]:
+        while self.evictable:
+            entry = self._line[-1]
+            if entry.order is self:
                 return entry
-            heappop(self._heap)
-            del self.members[entry]
+            self._line.pop()
+            self._gone -= entry.note is not self
         return None
 
     def beyond(self, start: int) -> Iterator[Entry]:
-        """Takes out the entries from this token on, deepest first."""
+        """The evictable entries from this token on, deepest first; each leaves."""
         while (entry := self.deepest()) is not None and entry.start >= start:
-            heappop(self._heap)
-            del self.members[entry]
-            self.evictable -= 1
+            self.leave(entry)
             yield entry
 
-    def _sweep(self) -> None:
-        self._heap = [item for item in self._heap if self.members[item[2]]]
-        heapify(self._heap)
-        self.members = {item[2]: True for item in self._heap}
+    def __iter__(self) -> Iterator[Entry]:
+        """Those that may be evicted, deepest first."""
+        return (entry for entry in reversed(self._line) if entry.order is self)
 
     def worth_changed(self) -> None:
         """See `Holder`."""
@@ -86,7 +98,7 @@ class Pool:
         """This session's shelf, which may be new."""
         shelf = session.holders.get(self)
         if shelf is None:
-            shelf = session.holders[self] = Shelf(self, session, next(self.ticket))
+            shelf = session.holders[self] = Shelf(self, session)
             self._shelves += 1
         assert isinstance(shelf, Shelf)
         return shelf
@@ -106,13 +118,21 @@ class Pool:
         self.evictable += shelf.evictable - before
         self.wake(shelf)
 
+    def leave(self, shelf: Shelf, entry: Entry) -> None:
+        """`entry`, one of `shelf`, is gone or another's, pinned or not."""
+        before = shelf.evictable
+        shelf.leave(entry)
+        self.evictable += shelf.evictable - before
+        if not len(shelf):
+            self._drop(shelf)
+        self.wake(shelf)
+
     def rank(self, shelf: Shelf) -> None:
         """Find the shelf's place anew: its session's worth or its deepest chunk has changed."""
         self._blocked.pop(shelf, None)
         deepest = shelf.deepest()
         shelf.stamp = next(self.ticket)
         if deepest is None:
-            self._drop(shelf)
             return
         session = shelf.session
         shelf.share = self._worth(deepest)
@@ -123,7 +143,7 @@ class Pool:
             heapify(self._heap)
 
     def _drop(self, shelf: Shelf) -> None:
-        """An empty shelf is made anew when it is needed; pinned chunks that still name it bring it back."""
+        """An empty shelf is made anew when it is needed."""
         if shelf.session.holders.pop(self, None) is not None:
             self._shelves -= 1
 
@@ -148,15 +168,13 @@ class Pool:
             if deepest is not None and not self._needed(deepest):
                 return deepest
             heappop(self._heap)
-            if stamp == shelf.stamp and deepest is None:
-                self._drop(shelf)
-            elif stamp == shelf.stamp:
+            if deepest is not None:
                 self._blocked[shelf] = None
         return self._beside_the_blocked()
 
     def _beside_the_blocked(self) -> Entry | None:
         """Every shelf's deepest chunk is needed: some other one may not be."""
-        entries = (entry for shelf in self._blocked for entry, here in shelf.members.items() if here)
+        entries = (entry for shelf in self._blocked for entry in shelf)
         return next((entry for entry in entries if not self._needed(entry)), None)
 
     def _needed(self, entry: Entry) -> bool:
@@ -165,7 +183,7 @@ class Pool:
         assert isinstance(own, Shelf)
         for dependent in self._lineage.dependents(entry):
             shelf = dependent.note
-            if not isinstance(shelf, Shelf) or not shelf.members.get(dependent):
+            if not isinstance(shelf, Shelf) or dependent.order is not shelf:
                 return True
             if shelf.session is not own.session or shelf.pool is self:
                 return True
@@ -175,8 +193,4 @@ class Pool:
         """All that may be evicted, as things stand: worst shelf first, deepest first."""
         shelves = {item[4] for item in self._heap if item[3] == item[4].stamp} | set(self._blocked)
         ranked = sorted(shelves, key=lambda shelf: (shelf.session.worth, shelf.session.last, shelf.stamp))
-        return [
-            entry
-            for shelf in ranked
-            for entry in sorted((e for e, here in shelf.members.items() if here), key=lambda e: -e.start)
-        ]
+        return [entry for shelf in ranked for entry in shelf]
