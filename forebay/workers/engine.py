@@ -192,7 +192,7 @@ class Engine:
             outbox.finished(key, "error", BUSY)
             return
         root = root_key(self._parts.namespace_id, ask.salt)
-        self._parts.memory.holdings.expect(generation.request, root, ask.tenant)
+        self._parts.memory.holdings.expect(generation.request, root, ask.tenant, ask.retain_s)
         self._generations[key] = generation
 
     def _cancel(self, key: RequestKey) -> None:

@@ -34,10 +34,12 @@ class PoolListener(Protocol):
 @dataclass(slots=True, eq=False)
 class Holding:
     """Blocks and keys of one request. `stored` is how far its tokens are known to be with the store (or
-    on their way); `spare` and `extra` exist while a load is under way."""
+    on their way); `spare` and `extra` exist while a load is under way. `retain_s` is how long the store is to
+    keep its chunks."""
 
     chain: Chain
     tenant: str
+    retain_s: float = 0.0
     tables: list[list[int]] = field(default_factory=list)
     credit: list[int] = field(default_factory=list)
     spare: list[list[int]] = field(default_factory=list)
@@ -95,10 +97,10 @@ class Holdings:
 
     # --- a request comes -------------------------------------------------------------------------------
 
-    def expect(self, request: Request, root: bytes, tenant: str) -> None:
+    def expect(self, request: Request, root: bytes, tenant: str, retain_s: float = 0.0) -> None:
         """Make `request` known; hashes its tokens, once."""
         assert request.key not in self._held, request.key
-        self._held[request.key] = Holding(self._chain(root, request.tokens), tenant)
+        self._held[request.key] = Holding(self._chain(root, request.tokens), tenant, retain_s)
 
     def _chain(self, root: bytes, tokens: Sequence[int]) -> Chain:
         return Chain(root, tokens, chunk_tokens=self.shapes[0].chunk_tokens)
@@ -209,6 +211,7 @@ class Holdings:
             device_hit=request.computed,
             rooms=tuple(rooms),
             tenant=holding.tenant,
+            retain_s=holding.retain_s,
         )
 
     def settle(self, request: Request, pulled: Pulled) -> None:

@@ -25,7 +25,7 @@ class Pull:
     """Find the longest prefix in the store and copy what the device lacks of it.
 
     `tokens` (u32 LE) and `keys` (joined) cover the first `limit` tokens. Of no use unless more than
-    `device_hit` tokens come out of it. `tenant` is who asks.
+    `device_hit` tokens come out of it. `tenant` is who asks, `retain_s` how long it wants what is found kept.
     """
 
     request: Hashable
@@ -36,6 +36,7 @@ class Pull:
     device_hit: int
     rooms: tuple[GroupRoom, ...]
     tenant: str = ""
+    retain_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class Push:
     chunk: NewChunk
     blocks: tuple[int, ...]
     bytes: int
+    retain_s: float = 0.0
 
     @property
     def end(self) -> int:

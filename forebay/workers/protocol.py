@@ -40,7 +40,8 @@ class Sampling(msgspec.Struct, frozen=True):
 
 class Generate(WorkerMessage, frozen=True):
     """Run one choice. `prompt` and `emitted` are u32 LE token ids; emitted ones are fed, never resampled,
-    and count towards `max_tokens`. `salt` roots the cache chain; `tenant` goes into chunk headers."""
+    and count towards `max_tokens`. `salt` roots the cache chain; `tenant` goes into chunk headers. With `retain_s`
+    the store keeps the request's chunks so long, within the tenant's budget."""
 
     id: str
     attempt: int
@@ -49,6 +50,7 @@ class Generate(WorkerMessage, frozen=True):
     emitted: bytes = b""
     salt: bytes = b""
     tenant: str = ""
+    retain_s: float = 0.0
 
 
 class Cancel(WorkerMessage, frozen=True):

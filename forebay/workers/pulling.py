@@ -17,7 +17,7 @@ from forebay.errors import CorruptChunk, StoreError, StoreUnavailable
 from forebay.kvstore.client import AsyncStoreClient
 from forebay.kvstore.identity import MATCH_UNIT
 from forebay.kvstore.layout import needed_from
-from forebay.kvstore.protocol import ChunkRead, Found
+from forebay.kvstore.protocol import BATCH_ITEMS_MAX, ChunkRead, Found
 from forebay.workers.copying import Copier
 from forebay.workers.counters import Counters
 from forebay.workers.moves import Pull, Pulled
@@ -75,6 +75,7 @@ class Puller:
             for _ in range(ATTEMPTS_MAX):
                 left_ms = max(0, int((end - loop.time()) * 1000))
                 found = await self._lookup(namespace_id, pull, left_ms)
+                self._retain(pull, found)
                 try:
                     pulled = await self._copy_found(pull, found)
                 finally:
@@ -88,6 +89,14 @@ class Puller:
             self._counters.add("loads.failed")
             log.debug("a pull failed: %s", error)
         return nothing
+
+    def _retain(self, pull: Pull, found: Found) -> None:
+        """What the request goes on from is kept as long as what it adds."""
+        if pull.retain_s > 0:
+            chunks = [(chunk.group, chunk.key) for chunk in found.chunks]
+            for at in range(0, len(chunks), BATCH_ITEMS_MAX):
+                some = chunks[at : at + BATCH_ITEMS_MAX]
+                self._client.touch_soon(some, tenant=pull.tenant, retain_s=pull.retain_s)
 
     def _let_go(self, lease: int) -> None:
         try:

@@ -51,13 +51,13 @@ class PushQueue:
             return True
 
     def take(self) -> list[Push]:
-        """The next batch: of one tenant, within the caps; empty if nothing waits."""
+        """The next batch: of one tenant and retention, within the caps; empty if nothing waits."""
         with self._lock:
             batch: list[Push] = []
             size = 0
             while self._waiting and len(batch) < BATCH_CHUNKS_MAX:
                 push = self._waiting[0]
-                if batch and (push.tenant != batch[0].tenant or size + push.bytes > BATCH_BYTES_MAX):
+                if batch and (not _alike(push, batch[0]) or size + push.bytes > BATCH_BYTES_MAX):
                     break
                 batch.append(self._waiting.popleft())
                 size += push.bytes
@@ -78,6 +78,11 @@ class PushQueue:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+
+def _alike(push: Push, other: Push) -> bool:
+    """May one message reserve room for both?"""
+    return (push.tenant, push.retain_s) == (other.tenant, other.retain_s)
 
 
 class Pusher:
@@ -129,7 +134,8 @@ class Pusher:
 
     async def _reserve(self, namespace_id: bytes, batch: Sequence[Push]) -> Sequence[Slot]:
         chunks = [push.chunk for push in batch]
-        reserving = self._client.reserve(namespace_id, batch[0].tenant, chunks)
+        first = batch[0]
+        reserving = self._client.reserve(namespace_id, first.tenant, chunks, retain_s=first.retain_s)
         return (await self._in_time(reserving)).slots
 
     async def _write(self, batch: Sequence[Push], slots: Sequence[Slot]) -> list[Written]:

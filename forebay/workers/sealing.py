@@ -82,7 +82,7 @@ class DeviceMemory:
             pool = self.holdings.pools[group]
             for block in blocks:
                 pool.pin(block)
-            push = Push(request.key, holding.tenant, chunk, blocks, size)
+            push = Push(request.key, holding.tenant, chunk, blocks, size, holding.retain_s)
             if not self._push(push):
                 self.pushed(Pushed(push))
 

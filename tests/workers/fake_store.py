@@ -37,6 +37,8 @@ class FakeStore:
     released: int = 0
     lookups: int = 0
     reported: list[tuple[int, bytes]] = field(default_factory=list)
+    touched: list[tuple[list[tuple[int, bytes]], str, float]] = field(default_factory=list)
+    retained: list[float] = field(default_factory=list)
     order: list[NewChunk] = field(default_factory=list)
     clients: list[FakeStoreClient] = field(default_factory=list)
     next_id: int = 1
@@ -148,12 +150,18 @@ class FakeStoreClient:
     def release(self, leases: Sequence[int]) -> None:
         self.store.released += len(leases)
 
-    async def reserve(self, namespace_id: bytes, tenant: str, chunks: Sequence[NewChunk]) -> Reserved:
+    def touch_soon(self, chunks: Sequence[tuple[int, bytes]], *, tenant: str = "", retain_s: float = 0.0) -> None:
+        self.store.touched.append((list(chunks), tenant, retain_s))
+
+    async def reserve(
+        self, namespace_id: bytes, tenant: str, chunks: Sequence[NewChunk], *, retain_s: float = 0.0
+    ) -> Reserved:
         self._check()
         while self.store.hung:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0)
         self._check()
+        self.store.retained += [retain_s] * len(chunks)
         return Reserved(rid=0, boot=self.boot, slots=[self._reserve(chunk) for chunk in chunks])
 
     def _reserve(self, chunk: NewChunk) -> Slot:

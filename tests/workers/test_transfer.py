@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -167,3 +168,13 @@ def test_the_queue_counts_bytes_and_batches_by_tenant() -> None:
     assert queue.take() == a
     assert queue.take() == b[:2]
     assert queue.take() == [] and queue.bytes == 0
+
+
+def test_the_queue_batches_by_retention_and_the_store_is_told() -> None:
+    store = FakeStore()
+    with transfer(store) as (t, ear):
+        wait_until("connected", lambda: t.connected)
+        offered = [dataclasses.replace(push, retain_s=60.0 * (at == 1)) for at, push in enumerate(pushes(3))]
+        assert all(t.push(push) for push in offered)
+        wait_until("stored", lambda: len(ear.pushed) == 3)
+    assert store.retained == [0.0, 60.0, 0.0]

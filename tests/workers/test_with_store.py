@@ -121,3 +121,18 @@ def test_a_worker_that_is_told_to_stop_leaves_its_tails_behind(house: House) -> 
         other.receive()
     started = other.heard["on"].started
     assert started is not None and started.cached_tokens == (60 + len(said) - 1) // 16 * 16
+
+
+def test_a_request_that_asks_for_it_is_retained_with_what_it_goes_on_from(house: House) -> None:
+    house.store()
+    worker = house.worker("a")
+    prompt = text(100)
+    worker.ask("plain", prompt, 5)
+    worker.settle()
+    assert store_values(house.folder)["pins.keeps"] == 0
+    other = house.worker("b")
+    other.ask("kept", [*prompt, *text(60, 1)], 5, tenant="acme", retain_s=600.0)
+    other.settle()
+    values = store_values(house.folder)
+    assert 0 < values["pins.keeps"] <= values["host.entries"] and values["pins.owners"] == 1
+    assert values["pins.keeps"] > values["host.entries"] - values["pins.keeps"], "the prefix, too"

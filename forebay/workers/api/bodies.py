@@ -23,6 +23,8 @@ MAX_STOP_CHARACTERS = 1000
 MAX_PROMPTS = 64
 MAX_MESSAGES = 10_000
 SEED_BITS = 63
+CACHE_TTLS = {"5m": 300.0, "1h": 3600.0}
+RETAIN_S_MAX = 7 * 86400
 
 B = TypeVar("B")
 T = TypeVar("T")
@@ -56,6 +58,13 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool = False
 
 
+class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`cache_control`: keep what this request computes, for `ttl`."""
+
+    type: str
+    ttl: str = "5m"
+
+
 class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What completions and chat share."""
 
@@ -71,6 +80,8 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
     cache_salt: str | None = None
+    cache_control: CacheControl | None = None
+    retain_s: float | None = None
     return_token_ids: bool = False
     # Never change the answer.
     user: Any = None
@@ -198,6 +209,18 @@ def stops_of(body: Common) -> list[str]:
     if len(stops) > MAX_STOPS or any(not 0 < len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
         raise bad(f"stop takes up to {MAX_STOPS} strings of 1 to {MAX_STOP_CHARACTERS} characters", "stop")
     return stops
+
+
+def retention_of(body: Common) -> float:
+    """For how many seconds the request's chunks are to be kept, 0 for no longer than others. Raises ApiError 400."""
+    seconds = 0.0 if body.retain_s is None else body.retain_s
+    _within("retain_s", seconds, 0, RETAIN_S_MAX)
+    control = body.cache_control
+    if control is not None:
+        if control.type != "ephemeral" or control.ttl not in CACHE_TTLS:
+            raise bad(f"cache_control takes type ephemeral and a ttl of {' or '.join(CACHE_TTLS)}", "cache_control")
+        seconds = max(seconds, CACHE_TTLS[control.ttl])
+    return seconds
 
 
 def choices_of(body: Common) -> int:

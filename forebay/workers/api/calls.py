@@ -34,6 +34,7 @@ class Call:
     salt: bytes
     tenant: str
     held: bool = False
+    retain_s: float = 0.0
     attempt: int = 0
     emitted: array[int] = field(default_factory=lambda: array("I"))
     events: asyncio.Queue[TokenOut | Ended] = field(default_factory=asyncio.Queue)
@@ -48,6 +49,7 @@ class Call:
         return Generate(
             id=self.id, attempt=self.attempt, prompt=self.prompt, sampling=self.sampling,
             emitted=pack_tokens(self.emitted), salt=self.salt, tenant=self.tenant,
+            retain_s=self.retain_s,
         )  # fmt: skip
 
     def began(self, attempt: int, cached: dict[str, int]) -> None:

@@ -206,7 +206,9 @@ class WorkerLink:
 
     # --- calls -----------------------------------------------------------------------------------------
 
-    def start(self, prompt: bytes, sampling: Sampling, salt: bytes, tenant: str, *, held: bool = False) -> Call:
+    def start(
+        self, prompt: bytes, sampling: Sampling, salt: bytes, tenant: str, *, held: bool = False, retain_s: float = 0.0
+    ) -> Call:
         """Begin a generation. Raises ApiError 503 if there never was a worker, 429 at the cap.
 
         A `held` one has its place, but is sent only by `release`.
@@ -216,7 +218,7 @@ class WorkerLink:
         if len(self.calls) >= self.max_calls:
             self.counters.refused += 1
             raise busy(f"{len(self.calls)} generations are under way already; try again later", RETRY_AFTER_S)
-        call = Call(secrets.token_hex(12), prompt, sampling, salt, tenant, held)
+        call = Call(secrets.token_hex(12), prompt, sampling, salt, tenant, held, retain_s)
         self.calls[call.id] = call
         self._offer(call)
         return call

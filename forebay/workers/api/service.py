@@ -25,6 +25,7 @@ from forebay.workers.api.bodies import (
     choices_of,
     prompts_of,
     refuse_unsupported,
+    retention_of,
     sampling_of,
     stops_of,
     texts_of,
@@ -146,6 +147,7 @@ class ApiService:
         started: float,
     ) -> Answer:  # fmt: skip
         n, stops, salt = choices_of(body), stops_of(body), tenant.salt(body.cache_salt)
+        retain_s = retention_of(body)
         for prompt in prompts:
             self._check_prompt(prompt, sampling)
         choices: list[Choice] = []
@@ -153,11 +155,11 @@ class ApiService:
         try:
             for prompt in prompts:
                 packed = pack_tokens(prompt)
-                leader = self.link.start(packed, sampling, salt, tenant.id)
+                leader = self.link.start(packed, sampling, salt, tenant.id, retain_s=retain_s)
                 choices.append(Choice(len(choices), leader, self.link, self.codec, stops, eos, leader))
                 for number in range(1, n):
                     other = msgspec.structs.replace(sampling, choice=number)
-                    call = self.link.start(packed, other, salt, tenant.id, held=True)
+                    call = self.link.start(packed, other, salt, tenant.id, held=True, retain_s=retain_s)
                     choices.append(Choice(len(choices), call, self.link, self.codec, stops, eos, leader))
         except ApiError:
             for choice in choices:
