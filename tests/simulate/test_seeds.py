@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from forebay.testing.simulate.plan import FAULTS, draw_plan
-from forebay.testing.simulate.world import simulate
+from forebay.testing.simulate.world import simulate, sweep
 
 SEEDS = int(os.environ.get("FOREBAY_SIMULATE_SEEDS", "2000"))
 FIRST = int(os.environ.get("FOREBAY_SIMULATE_FROM", "0"))
@@ -68,6 +68,21 @@ def test_the_same_seed_gives_the_same_run_in_every_process() -> None:
     first = digests("1")
     assert len(first) == 5
     assert first == digests("2")
+
+
+def test_no_descriptor_is_left_where_nobody_was_killed() -> None:
+    def open_now() -> set[str]:
+        return {name for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")}
+
+    killing = {fault for fault in FAULTS if "killed" in fault or "stopped" in fault} | {"power_loss", "tier_hung"}
+    seeds = [seed for seed in range(400) if not draw_plan(seed).faults & killing][:3]
+    simulate(draw_plan(seeds[0]))
+    sweep()
+    before = open_now()
+    for seed in seeds:
+        simulate(draw_plan(seed))
+    assert sweep() == 0
+    assert open_now() == before
 
 
 def test_a_world_without_faults_does_what_it_is_for() -> None:

@@ -144,7 +144,9 @@ class Worker:
         while not self.world.closing:
             await self._turn()
             self.turns += 1
-            await asyncio.sleep(self.rng.choice((0.0, 0.005, 0.05, 0.1)) * self.world.plan.pause)
+            # Once all is well, what is still to be seen is that it goes on.
+            pause = self.world.plan.pause * (4 if self.world.healthy else 1)
+            await asyncio.sleep(self.rng.choice((0.0, 0.005, 0.05, 0.1)) * pause)
 
     async def _let_copies_end(self) -> None:
         for copy in self.copies:
@@ -339,7 +341,7 @@ class Worker:
         self.world.count(f"op.{what}")
         try:
             if what in ("soft", "hard"):
-                await client.pin(some, kind=what, by=f"w{self.index}", ttl_s=rng.choice((0.1, 1.0)))  # type: ignore[arg-type]
+                await client.pin(some, kind=what, by=f"w{self.index}", ttl_s=rng.choice((0.1, 0.4)))  # type: ignore[arg-type]
             elif what == "unpin":
                 await client.unpin(some, by=f"w{self.index}")
             elif what == "touch":
