@@ -16,14 +16,14 @@ The daemon calls it from one thread.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from forebay.errors import CorruptChunk
 from forebay.kvstore.chores import Chores
 from forebay.kvstore.clearing import Clearing, Scope, clear_steps
 from forebay.kvstore.deadlines import Deadlines
+from forebay.kvstore.departures import Departures
 from forebay.kvstore.entry import Entry, EntryId, SlotRef
 from forebay.kvstore.facts import Counters, HostFact, PoolMemory
 from forebay.kvstore.header import ChunkHeader, SlotState, encode_header, header_bytes
@@ -59,14 +59,6 @@ def _header_of(entry: Entry, tokens: bytes, extra: bytes, checksums: bytes = b""
     )  # fmt: skip
 
 
-@dataclass(slots=True, eq=False)
-class Drop:
-    """A connection that is gone, while what it held is being let go of. `writing`: its process may still write."""
-
-    client: Client
-    writing: bool
-
-
 class StoreCore:
     """All state of a store. Public attributes are for reading; `on_forgotten` is told of namespaces that had to
     make room for others."""
@@ -89,8 +81,6 @@ class StoreCore:
         self.use = Namespaces(self.limits.namespaces)
         self.namespaces, self.labels = self.use.known, self.use.labels
         self.on_forgotten: Callable[[bytes], None] = lambda namespace_id: None
-        self.quarantine = Quarantine()
-        self.quarantined_bytes = 0
         self.removed: OrderedDict[EntryId, str] = OrderedDict()
         self.policies = Policies(policy, ChunkLineage(self.table, self.namespaces))
         self.place = Placement(
@@ -108,8 +98,17 @@ class StoreCore:
         # Ids of leases and reservations don't come again after a restart: an old one must not match a new one.
         self._serial = first_generation
         self._reservations: Deadlines[Reservation] = Deadlines()
-        self._dropping: dict[bytes, list[Drop]] = {}
+        self._departures = Departures(self)
         self._shared: dict[Any, Any] = {}
+
+    @property
+    def quarantine(self) -> Quarantine:
+        """Slots that somebody may still be writing though nobody waits for it."""
+        return self._departures.quarantine
+
+    @property
+    def quarantined_bytes(self) -> int:
+        return self._departures.quarantined_bytes
 
     @property
     def generation(self) -> int:
@@ -264,9 +263,7 @@ class StoreCore:
             self._reservations.drop(found, found.bucket)
             self.reserved_bytes -= found.entry.slot_bytes
             return found
-        slot = self.quarantine.take(client.id, reservation)
-        if slot is not None:
-            self._end_slot(slot)
+        self._departures.stopped(reservation, client.id)
         return None
 
     def _publish(self, entry: Entry, header: ChunkHeader) -> None:
@@ -436,8 +433,7 @@ class StoreCore:
 
     def release(self, client: Client, leases: Iterable[int]) -> None:
         """End leases. Deepest chunks are released first, so that a chain's head is the last to be evicted."""
-        for lease in leases:
-            self.leases.release(client, lease)
+        self.leases.release(client, leases)
 
     def drop_client(self, client: Client, *, writing: bool) -> None:
         """The connection is gone, and can reach nothing any more. With `writing` its process lives and may still
@@ -447,25 +443,14 @@ class StoreCore:
         for namespace_id in client.namespaces:
             self.use.left(namespace_id)
         client.namespaces.clear()
-        drop = Drop(client, writing)
-        self._dropping.setdefault(client.id, []).append(drop)
-        self.chores.add(self._drop_steps(drop, self.leases.detach(client)))
+        self._departures.drop(client, writing=writing)
 
-    def _drop_steps(self, drop: Drop, leases: Iterator[None]) -> Iterator[None]:
-        client = drop.client
-        while client.reservations:
-            reservation = next(iter(client.reservations.values()))
-            self._reservations.drop(reservation, reservation.bucket)
-            self._give_up(reservation, writing=drop.writing)
-            yield
-        yield from leases
-        drops = self._dropping[client.id]
-        drops.remove(drop)
-        if not drops:
-            del self._dropping[client.id]
+    def give_up(self, reservation: Reservation, *, writing: bool) -> None:
+        """Nobody waits for this chunk any more; its key is free. The slot isn't, if somebody may be `writing`."""
+        self._reservations.drop(reservation, reservation.bucket)
+        self._gave_up(reservation, writing=writing)
 
-    def _give_up(self, reservation: Reservation, *, writing: bool) -> None:
-        """Nobody waits for this chunk any more; its key is free. The slot isn't, if somebody may be writing."""
+    def _gave_up(self, reservation: Reservation, *, writing: bool) -> None:
         client, entry = reservation.client, reservation.entry
         del client.reservations[reservation.id]
         self.reserved_bytes -= entry.slot_bytes
@@ -475,29 +460,18 @@ class StoreCore:
 
     def hold_slot(self, owner: bytes, slot: SlotRef, slot_bytes: int, reservation: int = 0) -> None:
         """Put a slot into quarantine."""
-        self.quarantine.hold(owner, slot, reservation)
-        self.quarantined_bytes += slot_bytes
+        self._departures.hold(owner, slot, slot_bytes, reservation)
 
     def may_write(self, owner: bytes) -> bool:
         """Does anything wait for this process to stop writing, or to die?"""
-        return owner in self.quarantine or owner in self._dropping
+        return self._departures.may_write(owner)
 
     def end_quarantine(self, owner: bytes) -> int:
         """`owner` is dead, or says that it writes nothing any more; returns how many slots come free."""
-        for drop in self._dropping.get(owner, ()):
-            drop.writing = False
-        slots = self.quarantine.take_all(owner)
-        if slots:
-            self.chores.add(self._end_slots(slots))
-        return len(slots)
+        return self._departures.all_stopped(owner)
 
-    def _end_slots(self, slots: Sequence[SlotRef]) -> Iterator[None]:
-        for slot in slots:
-            self._end_slot(slot)
-            yield
-
-    def _end_slot(self, slot: SlotRef) -> None:
-        self.quarantined_bytes -= self.place.slots.extents[slot.extent].slot_bytes
+    def free_slot(self, slot: SlotRef) -> None:
+        """A slot without an entry is free: nobody writes into it any more."""
         self._free_mark(slot)
         self.place.drop_slot(slot)
 
@@ -543,7 +517,7 @@ class StoreCore:
         if reservation is None:
             return False
         self.counters.add("store.reservations_expired")
-        self._give_up(reservation, writing=True)
+        self._gave_up(reservation, writing=True)
         return True
 
     # --- removal ---------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from forebay.kvstore.deadlines import Deadlines
 from forebay.kvstore.entry import Entry
 
 AT_ONCE = 256
-"""Holds of more chunks than this are let go of in steps."""
+"""So many chunks are let go of within a call; what is more goes in steps."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,25 +103,32 @@ class Leases:
             return None
         return self.grant(client, lease, others[0].hit, _union(others), until)
 
-    def release(self, client: Client, lease: int) -> None:
-        """End a client's hold of a lease. Unknown ones are ignored: they ended otherwise."""
-        hold = client.leases.get(lease)
-        if hold is not None:
-            self._end(hold)
+    def release(self, client: Client, leases: Iterable[int]) -> None:
+        """End a client's holds of leases. Unknown ones are ignored: they ended otherwise."""
+        at_once = AT_ONCE
+        for lease in leases:
+            hold = client.leases.pop(lease, None)
+            if hold is not None:
+                self.deadlines.drop(hold, hold.bucket)
+                at_once -= hold.left
+                self._let_go_of(hold, at_once >= 0)
 
     def release_chunks(self, client: Client, lease: int, indices: Iterable[int]) -> None:
         """Let go of some chunks of a lease, by their places in it. What was let go of already is ignored."""
         hold = client.leases.get(lease)
         if hold is None:
             return
+        given: list[Entry | None] = []
         for index in indices:
             entry = hold.entries[index] if 0 <= index < len(hold.entries) else None
             if entry is not None:
                 hold.entries[index] = None
-                hold.left -= 1
-                self._unpin(entry)
+                given.append(entry)
+        hold.left -= len(given)
+        part = Hold(lease, client, 0, given, len(given))
+        self._let_go_of(part, len(given) <= AT_ONCE)
         if hold.left == 0:
-            self._end(hold)
+            self.release(client, [lease])
 
     def expire_one(self, now: float) -> bool:
         """End a hold whose time is over; False if there is none."""
@@ -129,20 +136,16 @@ class Leases:
         if hold is None:
             return False
         del hold.client.leases[hold.lease]
-        self._unpin_soon(hold)
+        self._let_go_of(hold, at_once=False)
         return True
 
-    def _end(self, hold: Hold) -> None:
-        del hold.client.leases[hold.lease]
-        self.deadlines.drop(hold, hold.bucket)
-        self._unpin_soon(hold)
-
-    def _unpin_soon(self, hold: Hold) -> None:
-        if hold.left <= AT_ONCE:
-            for _ in self._unpin_all(hold):
-                pass
-        else:
-            self._chores.add(self._unpin_all(hold))
+    def _let_go_of(self, hold: Hold, at_once: bool) -> None:
+        steps = self._unpin_all(hold)
+        if not at_once:
+            self._chores.add(steps)
+            return
+        for _ in steps:
+            pass
 
     def _unpin_all(self, hold: Hold) -> Iterator[None]:
         """Deepest chunks first, so that a chain's head is the last to be evicted."""

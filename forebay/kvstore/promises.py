@@ -37,6 +37,7 @@ from forebay.tiers.base import ClearScope
 
 PromiseRequest = Join | Release | Pin | Unpin | Touch | Clear
 NAME_BYTES_MAX = 128
+JOIN_LEASES_MAX = 64
 CLEAR_TIER_S = 30.0
 
 
@@ -74,8 +75,8 @@ class Promises:
 
     def join(self, client: Client, request: Join) -> Joined:
         """Let a connection hold leases of its group, or renew its own."""
-        if len(request.leases) > BATCH_ITEMS_MAX:
-            raise RequestRefused("limits", f"at most {BATCH_ITEMS_MAX} leases a batch")
+        if len(request.leases) > JOIN_LEASES_MAX:
+            raise RequestRefused("limits", f"at most {JOIN_LEASES_MAX} leases a batch")
         seconds = request.lease_ms / 1000
         shared = []
         for lease in dict.fromkeys(request.leases):

@@ -13,6 +13,7 @@ from forebay.kvstore.core import Client
 from forebay.kvstore.deadlines import Deadlines
 from forebay.kvstore.entry import Entry
 from forebay.kvstore.header import SlotState
+from forebay.kvstore.leases import AT_ONCE
 from forebay.kvstore.lookup import match, pin
 from tests.kvstore.support import CHUNK, SmallStore
 
@@ -250,3 +251,14 @@ def test_an_entry_that_is_retired_while_it_is_read_stays_until_then(store: Small
     assert entries[0].state is SlotState.RETIRED
     store.core.release(client, [lease])
     assert entries[0].state is SlotState.FREE
+
+
+def test_a_message_that_gives_back_very_much_is_worked_off_in_slices(store: SmallStore) -> None:
+    client = member(store, b"s")
+    leases = [found(store, client) for _ in range(120)]
+    entries = leases[0][1]
+    store.core.release(client, [lease for lease, _ in leases])
+    left = sum(entry.pins for entry in entries)
+    assert 0 < left <= 120 * len(entries) - AT_ONCE + len(entries) and client.leases == {}
+    store.core.chores.finish()
+    assert pins(entries) == {0}
