@@ -358,6 +358,7 @@ class StoreService:
             return Stats(
                 rid=request.rid, boot=self.boot, pid=os.getpid(), values={}, info={},
                 namespaces=report.namespace_rows(self.core, counts=False), tiers=[], tenants=tenants,
+                pins=[row for row in self.promises.owners() if (row["kind"], row["by"]) == ("retained", tenant)],
             )  # fmt: skip
         values, tiers = await self.figures()
         return Stats(
