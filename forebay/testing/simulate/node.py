@@ -219,7 +219,7 @@ class Node:
         pool.open()
         config = SimConfig(
             Path(self.address), small_extent_bytes=plan.extent_bytes, small_extents=plan.extents, pool_dir=self.folder,
-            tenants=plan.rules, drawn=plan.limits,
+            tenants=plan.rules, drawn=plan.limits, policy=plan.policy,
         )  # fmt: skip
         daemon = SimDaemon(config, node=self, process=process, pool=pool)
         process.at_exit.append(pool.abandon)

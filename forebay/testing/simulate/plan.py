@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from forebay.kvstore.identity import GroupGeometry, Namespace
 from forebay.kvstore.limits import Limits
+from forebay.kvstore.policies.registry import POLICY_NAMES
 from forebay.kvstore.tenancy import TenantRule
 
 FAULTS = (
@@ -53,6 +54,7 @@ class Plan:
     extents: int
     limits: Limits
     rules: dict[str, TenantRule]
+    policy: str
     topics: int
     depth: int
     deadline_ms: tuple[int, ...]
@@ -74,7 +76,7 @@ class Plan:
         return (
             f"{self.nodes} daemons x {self.extents} extents of {self.extent_bytes >> 10} KiB, {self.workers} workers, "
             f"tiers {','.join(self.tiers) or 'none'}, {self.subscribers} subscribers, {self.tenants} tenants, "
-            f"groups {groups}, chunks of {self.namespaces[0].chunk_tokens}; faults: {faults}"
+            f"policy {self.policy}, groups {groups}, chunks of {self.namespaces[0].chunk_tokens}; faults: {faults}"
         )
 
 
@@ -112,6 +114,7 @@ def draw_plan(seed: int) -> Plan:
         extents=extents,
         limits=_limits(rng),
         rules=_tenants(rng, extent_bytes * extents),
+        policy=rng.choice(POLICY_NAMES),
         topics=rng.choice((1, 2, 3)),
         depth=rng.choice((2, 4, 6, 8)),
         deadline_ms=tuple(rng.sample((0, 0, 20, 100, 500, 3000), 3)),

@@ -146,9 +146,9 @@ class SimTier(SecondaryTier):
             self.done(JobResult(job.id, False, "late") if late else JobResult(job.id, True, "", block, length))
 
     async def _bring(self, job: LoadJob) -> tuple[bytes, int]:
-        other = self.someone_else(job.chunk) if self.trouble("tier_wrong_chunk", 0.1) else None
+        other = self.someone_else(job.chunk) if self.trouble("tier_wrong_chunk", 0.25) else None
         blob = await self.fetch(other or job.chunk)
-        if self.trouble("tier_wrong_bytes", 0.2):
+        if self.trouble("tier_wrong_bytes", 0.3):
             blob = _flipped(blob, self.rng)
         found, block, payload = split_blob(blob)
         # A tier that mixes chunks up doesn't notice: then the daemon has to.
