@@ -40,6 +40,7 @@ def gauges(core: StoreCore, cascade: Cascade) -> dict[str, float]:
         "host.kept": len(core.place.kept),
         "store.leases": len(core.leases),
         "store.chores": len(core.chores),
+        "store.clears": len(cascade.clearing),
         "pins.keeps": len(core.pins),
         "pins.owners": len(core.pins.totals),
         "pins.hard_bytes": core.pins.hard_bytes,

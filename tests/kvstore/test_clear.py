@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
 
+from forebay.errors import RequestRefused
 from forebay.kvstore.cascade import Cascade, TierTraffic
 from forebay.kvstore.clearing import Prefix, Scope
 from forebay.kvstore.entry import Entry
 from forebay.kvstore.header import SlotState, decode_header, encode_header
+from forebay.kvstore.limits import Limits
 from forebay.kvstore.lookup import Offer, Promotion, match, pin
 from forebay.kvstore.pins import Owner
+from forebay.kvstore.promises import Promises
+from forebay.kvstore.protocol import Clear
 from forebay.tiers.base import JobResult
 from tests.kvstore.support import CHUNK, SmallStore
 
@@ -159,3 +164,20 @@ def test_what_a_tier_brings_during_a_clear_is_not_published(tenant: str, comes: 
     assert load is not None and load.ok is comes
     assert (entry.state is SlotState.COMMITTED) is comes
     assert cascade.clearing == [] and store.core.promoting_bytes == 0
+
+
+def test_so_many_clears_at_a_time_and_no_more() -> None:
+    store = SmallStore(limits=Limits(clears=2))
+    cascade = Cascade(store.core)
+    promises = Promises(store.core, cascade, {}, b"boot")
+    put(store, SYSTEM)
+
+    async def all_at_once() -> list[object]:
+        store.core.chores.wake = lambda: asyncio.get_running_loop().call_soon(store.core.chores.finish)  # type: ignore[assignment]
+        clears = (promises.clear(Clear(rid=rid)) for rid in range(1, 6))
+        return list(await asyncio.gather(*clears, return_exceptions=True))
+
+    answers = asyncio.run(all_at_once())
+    refused = [answer for answer in answers if isinstance(answer, RequestRefused)]
+    assert len(refused) == 3 and {answer.code for answer in refused} == {"busy"}
+    assert cascade.clearing == [] and len(store.core.table) == 0

@@ -47,6 +47,8 @@ def test_ranks_join_a_schedulers_lease_and_keep_it_when_it_dies(stored: Store) -
             msgspec.structs.replace(chunk, promoted="") for chunk in found.chunks
         ]
         assert stranger.join([found.lease]).leases == []
+        with pytest.raises(RequestRefused, match="64 leases"):
+            rank.join(range(65))
         scheduler.close()
         until(stored, lambda values: values["store.leases"] == 1)
         assert all(rank.intact(chunk) for chunk in shared.chunks)
