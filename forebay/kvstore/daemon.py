@@ -23,7 +23,7 @@ from typing import Any
 
 import uvloop
 
-from forebay.errors import ForebayError, NoSpace, ResourceError
+from forebay.errors import AlreadyRunning, ForebayError, NoSpace, ResourceError
 from forebay.ipc.sockets import listen
 from forebay.kvstore.announce import Announcer
 from forebay.kvstore.cascade import TierTraffic
@@ -67,7 +67,8 @@ class Daemon:
             pool.open()
             clean = await self._with_pool(listener, pool)
         except (ForebayError, OSError) as error:
-            clean = fresh and pool.locked  # what could not start leaves nothing behind that wasn't there
+            # What could not start leaves nothing behind that wasn't there.
+            clean = fresh and not isinstance(error, AlreadyRunning)
             if isinstance(error, ForebayError):
                 raise
             why = f"the pool {pool.path} can't be used ({error.strerror or error})"

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, cast
 
@@ -27,7 +28,29 @@ from forebay.kvstore.protocol import (
 
 log = logging.getLogger(__name__)
 
+GRUMBLE_S = 5.0
+
 Answer = object | Coroutine[Any, Any, object] | None
+
+
+class _Grumble:
+    """Warnings that a client can cause as often as it likes: one line of each kind in five seconds, with a count."""
+
+    def __init__(self) -> None:
+        self._next: dict[str, float] = {}
+        self._held_back: dict[str, int] = {}
+
+    def __call__(self, text: str, *arguments: object) -> None:
+        now = time.monotonic()
+        if now < self._next.get(text, 0.0):
+            self._held_back[text] = self._held_back.get(text, 0) + 1
+            return
+        self._next[text] = now + GRUMBLE_S
+        held_back = self._held_back.pop(text, 0)
+        log.warning(text + (f" (and {held_back} more before it)" if held_back else ""), *arguments)
+
+
+_grumble = _Grumble()
 
 
 class Service(Protocol):
@@ -66,7 +89,7 @@ class Connection(asyncio.Protocol):
             peer = peer_of(plain)
             widen(plain)
         if not self._allowed(peer.uid):
-            log.warning("refused a connection of uid %d, pid %d", peer.uid, peer.pid)
+            _grumble("refused a connection of uid %d, pid %d", peer.uid, peer.pid)
             transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -77,7 +100,7 @@ class Connection(asyncio.Protocol):
                     return
                 self._take(request)
         except ProtocolError as error:
-            log.warning("dropped a client that broke the protocol: %s", error)
+            _grumble("dropped a client that broke the protocol: %s", error)
             self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -90,7 +113,7 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """asyncio: the client doesn't read. Its replies are bounded, so it has to go."""
-        log.warning("dropped a client that doesn't read its replies")
+        _grumble("dropped a client that doesn't read its replies")
         self.abort()
 
     def abort(self) -> None:

@@ -126,6 +126,10 @@ class TierService:
             # Page tables are filled now, not in the middle of a load.
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
             mapped = mmap.mmap(descriptor, os.fstat(descriptor).st_size, flags=flags)
+        except OSError as error:
+            log.error("tier %s: extent %d can't be mapped: %s", self._tier.name, extent, error)
+            self.failed = self.stopping = True  # the next process may have better luck
+            return
         finally:
             os.close(descriptor)
         if extent in self._maps:

@@ -40,6 +40,7 @@ BATCH = 24
 ANSWER_S = 30.0
 GROWTH_MAX = 192 << 20
 """How much private memory the store may gain: its tables are full by then, 256 namespaces and 65,536 removals too."""
+LOG_BYTES_MAX = 1 << 20
 FENCE = 1 << 40
 INTS = (-1, 0, 1, 15, 16, 255, 4096, 4097, 1 << 31, (1 << 32) + 1, (1 << 63) - 1, -(1 << 63), (1 << 64) - 1)
 
@@ -421,6 +422,8 @@ def _judge(outcome: Outcome, daemon: Daemon) -> None:
         if values.get("store.background_failures"):
             raise FuzzFailed("a background job of the store has failed")
     log = (daemon.folder / "store.log").read_text(errors="replace")
+    if len(log) > LOG_BYTES_MAX:
+        raise FuzzFailed(f"the store has logged {len(log) >> 10} KiB: its clients can fill the disk")
     if "Traceback" in log or "should not" in log:
         at = max(log.find("Traceback"), 0)
         raise FuzzFailed(f"the store has logged an exception:\n{log[max(0, at - 300) : at + 2500]}")
