@@ -27,7 +27,7 @@ from forebay.tiers.base import JobResult, StoreJob
 from tests.kvstore.model import LIMITS, TIER, TIER_OWNER, Granted, Leased, Waiting, World
 from tests.kvstore.support import CHUNK
 
-EXAMPLES = int(os.environ.get("FOREBAY_MODEL_EXAMPLES", "200"))
+EXAMPLES = int(os.environ.get("FOREBAY_MODEL_EXAMPLES", "120"))
 STEPS = int(os.environ.get("FOREBAY_MODEL_STEPS", "50"))
 TENANTS = ("", "acme", "other")
 
