@@ -401,3 +401,15 @@ def test_one_seed_gives_one_result() -> None:
         return [entry.key for entry in talk.family.entries]
 
     assert play() == play()
+
+
+def test_a_session_whose_chunks_come_late_is_weighed_from_then_on() -> None:
+    family = Family()
+    policy = Foresight(family)
+    store = SmallStore(family, [policy])
+    policy.observe(LookedUp(keys("a", "b"), (), 0, CHUNK))
+    policy.observe(LookedUp(keys("x", "y"), (), 100, CHUNK))
+    late = store.take_in(make_entry(b"a"))
+    before = late.note.session.worth
+    policy.observe(LookedUp(keys("x", "y", "z"), (), 5000, CHUNK))
+    assert len(late.note.session.index) == BINS and late.note.session.worth != before

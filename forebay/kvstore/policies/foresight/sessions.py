@@ -12,7 +12,7 @@ import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from forebay.kvstore.policies.base import LookedUp
@@ -195,19 +195,23 @@ class Sessions:
                 self._forget(session)
                 continue
             self._set_timer(session)
-            if session.holders:
-                octave = session.age_bin // PER_OCTAVE
-                if session.age_bin > FIRST_REFRESH and octave != before // PER_OCTAVE:
-                    self._refresh(session)
-                session.changed(session.index[session.age_bin])
+            if not session.holders:
+                session.index = ()  # it may never be needed again
+                continue
+            aged = session.age_bin > FIRST_REFRESH and _octave(session.age_bin) != _octave(before)
+            if aged or not session.index:
+                self._refresh(session)
+            session.changed(session.index[session.age_bin])
 
     def _set_timer(self, session: Session) -> None:
+        """Look at a session again when it reaches the next bin: what it has waited through is to be known soon."""
         self._serial += 1
         session.timer = self._serial
         heappush(self._timers, (session.last + EDGES[session.age_bin + 1], session.timer, session))
-        if len(self._timers) > 4 * len(self._sessions) + 64:
+        # Timers that were overtaken go when they are due, which is soon after; this is for floods.
+        if len(self._timers) > 8 * len(self._sessions) + 64:
             self._timers = [item for item in self._timers if item[1] == item[2].timer]
-            self._timers.sort()
+            heapify(self._timers)
 
     def _refresh(self, session: Session) -> None:
         assert session.kind is not None
@@ -223,6 +227,10 @@ class Sessions:
     def __iter__(self) -> Iterator[Session]:
         """From the one that was idle for longest."""
         return iter(list(self._sessions))
+
+
+def _octave(age_bin: int) -> int:
+    return age_bin // PER_OCTAVE
 
 
 def _features(session: Session, grown: int) -> tuple[int, ...]:
