@@ -77,7 +77,7 @@ class Bench:
             sums = []
             for at in range(0, length, granule):
                 room[at : at + granule] = source[at : at + granule]
-                sums.append(xxhash.xxh3_64_intdigest(room[at : at + granule]).to_bytes(8, "little"))
+                sums.append(xxhash.xxh3_64_intdigest(room[at : at + granule].data).to_bytes(8, "little"))
             written.append(Written(slot.reservation, b"".join(sums)))
             moved += length
         assert self.client.commit(written).committed == len(chunks)
@@ -93,7 +93,7 @@ class Bench:
             for index, at in enumerate(range(0, chunk.length, granule)):
                 piece = target[at : at + granule]
                 piece[:] = source[at : at + granule]
-                assert xxhash.xxh3_64_intdigest(piece).to_bytes(8, "little") == sums[8 * index : 8 * index + 8]
+                assert xxhash.xxh3_64_intdigest(piece.data).to_bytes(8, "little") == sums[8 * index : 8 * index + 8]
             assert self.client.intact(chunk)
             moved += chunk.length
         self.client.release([found.lease])

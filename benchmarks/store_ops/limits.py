@@ -68,7 +68,7 @@ def copy_s(length: int, piece: int, *, hash_too: bool) -> float:
         for begin in range(at, at + length, piece):
             target[begin : begin + piece] = source[begin : begin + piece]
             if hash_too:
-                xxhash.xxh3_64_intdigest(target[begin : begin + piece])
+                xxhash.xxh3_64_intdigest(target[begin : begin + piece].data)
 
     for round_ in range(12):
         at = round_ * length % (len(source) - length + 1) // piece * piece
