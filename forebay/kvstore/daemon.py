@@ -153,7 +153,7 @@ class Daemon:
     # --- memory ----------------------------------------------------------------------------------------
 
     def _adopt(self, core: StoreCore, pool: PoolFiles, locks: ClientLocks) -> int:
-        began = time.perf_counter()
+        began, busy = time.perf_counter(), time.thread_time()
         left = pool.existing()
         for extent in left[self.config.extents :]:
             pool.discard(extent)
@@ -170,6 +170,7 @@ class Daemon:
         if left:
             took = time.perf_counter() - began
             core.counters.add("host.readopt_seconds", took)
+            core.counters.add("host.readopt_cpu_seconds", time.thread_time() - busy)
             log.info(
                 "re-adopted %d chunks in %.3f s (%d slots freed, %d quarantined, %d corrupt headers)",
                 found.chunks, took, found.freed, found.quarantined, found.corrupt,

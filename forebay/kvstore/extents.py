@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 _EXTENT = struct.Struct("<8sQQI")
 _EXTENT_MAGIC = b"FBEXTNT1"
+_COUNT = struct.Struct("<Q")
+_RETIRED_AT = 64
 REMEDY = (
     "start that version on this socket and stop it there, remove the pool with `forebay fsck --pools --repair`, "
     "or choose another --socket or --pool-dir"
@@ -169,7 +171,14 @@ class PoolFiles:
 
     def mark(self, slot: SlotRef, state: SlotState, generation: int) -> None:
         """Change state and generation of the slot."""
-        mark_slot(self.views[slot.extent][slot.offset : slot.offset + 64], state, generation)
+        view = self.views[slot.extent]
+        if state is SlotState.RETIRED:  # counted first: what is gone after a crash was counted
+            _COUNT.pack_into(view, _RETIRED_AT, _COUNT.unpack_from(view, _RETIRED_AT)[0] + 1)
+        mark_slot(view[slot.offset : slot.offset + 64], state, generation)
+
+    def retired(self) -> int:
+        """How many chunks were ever taken out of this pool's extents, by this boot and earlier ones."""
+        return sum(int(_COUNT.unpack_from(view, _RETIRED_AT)[0]) for view in self.views.values())
 
     def save_namespace(self, namespace_id: bytes, encoded: bytes) -> None:
         """Remember a namespace for re-adoption."""

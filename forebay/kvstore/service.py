@@ -378,6 +378,7 @@ class StoreService:
         """All counters and gauges by dotted name, and a description of each tier."""
         values = report.gauges(self.core, self.cascade) | self.announcer.figures()
         values["store.connections"] = len(self.connections)
+        values["host.retired_ever"] = self.pool.retired()
         values["store.tenants"] = len(self.core.place.accounts)
         values["curves.tenants"] = len(self.demand.curves)
         values["curves.keys"] = self.demand.curves.keys
