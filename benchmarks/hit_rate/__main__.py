@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.hit_rate import plot
@@ -36,6 +37,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument(
         "--order", choices=("definition", "daemon"), default="definition",
         help="blocks are used and stored deepest first, nothing pinned; or as the daemon does it",
+    )  # fmt: skip
+    made.add_argument(
+        "--attention-tokens", type=int, default=0,
+        help="weigh tokens by what they cost: where attention costs as much as all else (0: all the same)",
     )  # fmt: skip
     made.add_argument("--plot", type=Path, help="draw the curves into this file (needs matplotlib)")
     return made.parse_args(argv)
@@ -73,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             work = load(given.trace, given.first - 1, given.sessions, given.in_turn)
         else:
             work = generate(given.sessions or GENERATED, given.seed, given.in_turn)
+        work = replace(work, attention_tokens=given.attention_tokens)
         if given.plot is not None:
             plot.check()
     except (TraceError, ValueError, plot.PlotError) as error:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Protocol
 
-from benchmarks.hit_rate.workload import BLOCK_TOKENS, Workload
+from benchmarks.hit_rate.workload import Workload
 
 NEVER = 1 << 60
 
@@ -152,29 +152,29 @@ TEXTBOOK: dict[str, Callable[[int], Cache]] = {"LRU": TextbookLru, "ARC": Textbo
 
 def textbook(load: Workload, name: str, capacity: int) -> float:
     """The token hit rate of a textbook policy."""
-    cache, hits = TEXTBOOK[name](capacity), 0
+    cache, hits = TEXTBOOK[name](capacity), 0.0
     for ask in load.asks:
         leading = 0
         for block in ask.blocks:
             if block not in cache:
                 break
             leading += 1
-        hits += min(BLOCK_TOKENS * leading, ask.tokens)
+        hits += load.saved(ask, leading)
         for block in reversed(ask.blocks):
             cache.access(block)
-    return hits / load.tokens
+    return hits / load.whole
 
 
 def infinite(load: Workload) -> float:
     """The token hit rate if nothing is ever evicted."""
     seen = bytearray(load.blocks)
-    hits = 0
+    hits = 0.0
     for ask in load.asks:
         leading = next((i for i, block in enumerate(ask.blocks) if not seen[block]), len(ask.blocks))
-        hits += min(BLOCK_TOKENS * leading, ask.tokens)
+        hits += load.saved(ask, leading)
         for block in ask.blocks:
             seen[block] = 1
-    return hits / load.tokens
+    return hits / load.whole
 
 
 class Belady:
@@ -196,10 +196,10 @@ class Belady:
         """With room for `capacity` blocks."""
         due = array("q", [-1]) * self._load.blocks  # when it is needed next; -1: it isn't here
         last: list[tuple[int, int, int]] = []  # (-due, -depth, block), with items that are out of date
-        here = hits = 0
+        here, hits = 0, 0.0
         for number, ask in enumerate(self._load.asks):
             leading = next((i for i, block in enumerate(ask.blocks) if due[block] < 0), len(ask.blocks))
-            hits += min(BLOCK_TOKENS * leading, ask.tokens)
+            hits += self._load.saved(ask, leading)
             needed = self._next[number]
             for depth in range(len(ask.blocks) - 1, -1, -1):
                 block, then = ask.blocks[depth], needed[depth]
@@ -212,4 +212,4 @@ class Belady:
                     if due[farthest] == -negative:
                         due[farthest] = -1
                         here -= 1
-        return hits / self._load.tokens
+        return hits / self._load.whole

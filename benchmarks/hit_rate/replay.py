@@ -14,7 +14,7 @@ from benchmarks.hit_rate.workload import BLOCK_TOKENS, Workload
 from forebay.kvstore.entry import Entry, SlotRef
 from forebay.kvstore.header import ChunkHeader, SlotState
 from forebay.kvstore.policies.base import EvictionPolicy, LookedUp
-from forebay.kvstore.policies.registry import Policies
+from forebay.kvstore.policies.registry import Policies, PolicyChoice
 
 Order = Literal["definition", "daemon"]
 SLOT_BYTES = 1 << 20
@@ -94,21 +94,21 @@ class Replay:
     def __init__(self, load: Workload, policy: str, capacity: int, order: Order = "definition") -> None:
         self._load, self._capacity, self._order = load, capacity, order
         self._residents = Residents(load)
-        self._policies = Policies(policy, self._residents)
+        self._policies = Policies(PolicyChoice(policy, load.attention_tokens), self._residents)
         self.policy: EvictionPolicy = self._policies.new()
 
     def run(self) -> float:
         """The share of tokens that hit."""
-        hits = 0
+        hits = 0.0
         step = self._as_defined if self._order == "definition" else self._as_the_daemon
         for ask in self._load.asks:
             leading = self._leading(ask.blocks)
-            hits += min(BLOCK_TOKENS * len(leading), ask.tokens)
+            hits += self._load.saved(ask, len(leading))
             if self._policies.observes:
                 keys = self._residents.keys(ask.blocks)
                 self._policies.observe(LookedUp(keys, leading, ask.now, BLOCK_TOKENS))
             step(ask.blocks, leading)
-        return hits / self._load.tokens
+        return hits / self._load.whole
 
     def _leading(self, blocks: Sequence[int]) -> list[Entry]:
         here, leading = self._residents.here, []

@@ -24,12 +24,16 @@ class Ask:
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Requests in the order in which they are served. `blocks` counts the distinct ones, `parents` has each one's
-    predecessor (-1: none)."""
+    predecessor (-1: none).
+
+    With `attention_tokens`, rates weigh a token by what computing it again costs: 1 + position / `attention_tokens`.
+    """
 
     name: str
     asks: Sequence[Ask]
     parents: Sequence[int]
     starts: Sequence[int]
+    attention_tokens: int = 0
 
     @property
     def blocks(self) -> int:
@@ -39,6 +43,18 @@ class Workload:
     def tokens(self) -> int:
         """Of all requests together."""
         return sum(ask.tokens for ask in self.asks)
+
+    def saved(self, ask: Ask, leading: int) -> float:
+        """What a hit on so many of its blocks is worth."""
+        return self._worth(min(BLOCK_TOKENS * leading, ask.tokens))
+
+    @property
+    def whole(self) -> float:
+        """What hits on everything would be worth."""
+        return sum(self._worth(ask.tokens) for ask in self.asks)
+
+    def _worth(self, tokens: int) -> float:
+        return tokens + tokens * tokens / (2 * self.attention_tokens) if self.attention_tokens else tokens
 
 
 Session = Sequence[Ask]

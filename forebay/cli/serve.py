@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.cli.places import cache_dir, runtime_dir
 from forebay.cli.tables import bytes_text
-from forebay.cli.tenants import POLICY, TENANTS, inline
+from forebay.cli.tenants import ATTENTION, POLICY, TENANTS, inline
 from forebay.config import Setting, add_settings, at_least, boolean, one_of, path, port, resolve, size, text
 from forebay.errors import ConfigError
 from forebay.parent import PARENT_VARIABLE
@@ -56,6 +56,7 @@ SETTINGS = (
     Setting("replay", text, None, "ZMQ endpoint of their replay"),
     TENANTS,
     POLICY,
+    ATTENTION,
 )
 
 _CURL = """try
@@ -123,7 +124,7 @@ def _config(values: dict[str, Any], model: Path) -> ServeConfig:
     store = {name: values[name] for name in ("events", "replay")}
     store["memory"] = values["memory"] or default_memory(values["pool_dir"])
     store["tenants"] = inline(values["tenants"]) if values["tenants"] else None
-    store["policy"] = values["policy"]
+    store["policy"], store["attention_tokens"] = values["policy"], values["attention_tokens"]
     if not values["no_fs"]:
         store["fs"] = _files(values)
         store["fs_quota"] = values["fs_quota"]

@@ -10,7 +10,7 @@ import argparse
 from typing import Any
 
 from forebay.cli.places import default_socket, private, runtime_dir
-from forebay.cli.tenants import POLICY, TENANTS
+from forebay.cli.tenants import ATTENTION, POLICY, TENANTS
 from forebay.config import Setting, add_settings, duration, one_of, path, resolve, share, size, text, unix_socket
 from forebay.kvstore.config import StoreConfig
 
@@ -34,6 +34,7 @@ SETTINGS = (
     Setting("metrics", text, None, "HOST:PORT of Prometheus metrics, on loopback"),
     TENANTS,
     POLICY,
+    ATTENTION,
 )
 
 

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-from forebay.config import Kind, Setting, one_of, size
+from forebay.config import Kind, Setting, at_least, one_of, size
 from forebay.kvstore.config import StoreConfig
 from forebay.kvstore.policies.registry import POLICY_NAMES
 from forebay.kvstore.tenancy import TenantRule
@@ -76,4 +76,8 @@ TENANTS = Setting(
     shown="equal shares",
 )  # fmt: skip
 POLICY = Setting("policy", one_of(*POLICY_NAMES), StoreConfig.policy, "which of a tenant's chunks goes first")
-"""Both of commands that start a store."""
+ATTENTION = Setting(
+    "attention_tokens", at_least(0), StoreConfig.attention_tokens,
+    "where attention costs the model as much as all else: policy foresight keeps deeper chunks rather; 0: not at all",
+)  # fmt: skip
+"""All of commands that start a store."""

@@ -22,8 +22,8 @@ class StoreConfig:
     `extent` None picks a size from `memory`. `fs_state_dir` None keeps the file tier's manifest beside its
     files. `pin_budget` and `retain_budget` are shares of the pool; `lease`, `reservation` and `tier_hang` are
     seconds. `events` and `replay` are ZMQ endpoints, `metrics` a `host:port` for Prometheus. `tenants` are the rules of
-    those who have some; `policy` orders each tenant's chunks. Raises ConfigError if rules can't all be kept, or for
-    a policy that there isn't.
+    those who have some; `policy` orders each tenant's chunks, and `attention_tokens` tells it what they cost.
+    Raises ConfigError if rules can't all be kept, or for a policy that there isn't.
     """
 
     socket: Path
@@ -45,6 +45,7 @@ class StoreConfig:
     pool_dir: Path = Path("/dev/shm")  # noqa: S108
     tenants: Mapping[str, TenantRule] = field(default_factory=dict)
     policy: str = "lru"
+    attention_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.policy not in POLICY_NAMES:

@@ -36,7 +36,7 @@ from forebay.kvstore.lineage import ChunkLineage
 from forebay.kvstore.namespaces import Namespaces
 from forebay.kvstore.pins import Owner, Pins
 from forebay.kvstore.placement import Placement
-from forebay.kvstore.policies.registry import Policies
+from forebay.kvstore.policies.registry import Policies, PolicyChoice
 from forebay.kvstore.protocol import NewChunk, Slot
 from forebay.kvstore.quarantine import Quarantine
 from forebay.kvstore.slots import slot_bytes_for
@@ -70,7 +70,7 @@ class StoreCore:
         tell: Callable[[HostFact], None],
         limits: Limits | None = None,
         first_generation: int = 1,
-        policy: str = "lru",
+        policy: PolicyChoice | str = "lru",
         tenants: Mapping[str, TenantRule] | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:

@@ -34,6 +34,7 @@ from forebay.kvstore.extents import ClientLocks, PoolFiles, pool_path
 from forebay.kvstore.identity import decode_namespace
 from forebay.kvstore.leftovers import unheld
 from forebay.kvstore.metrics import MetricsServer
+from forebay.kvstore.policies.registry import PolicyChoice
 from forebay.kvstore.readopt import readopt
 from forebay.kvstore.server import Connection
 from forebay.kvstore.service import StoreService
@@ -85,7 +86,8 @@ class Daemon:
         announcer = self._announcer(boot)
         core = StoreCore(
             pool, tell=announcer.host, first_generation=int(self._clock() * 1e9), tenants=self.config.tenants,
-            limits=self.config.limits, clock=asyncio.get_running_loop().time, policy=self.config.policy,
+            limits=self.config.limits, clock=asyncio.get_running_loop().time,
+            policy=PolicyChoice(self.config.policy, self.config.attention_tokens),
         )  # fmt: skip
         announcer.core = core
         locks = ClientLocks(pool.path / "clients")

@@ -7,6 +7,7 @@ import json
 import random
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -266,3 +267,10 @@ def test_a_plot_is_a_picture(tmp_path: Path) -> None:
     picture = tmp_path / "curves.png"
     main(["--sessions", "3", "--capacity", "0.1,0.2", "--plot", str(picture)])
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_tokens_may_be_weighed_by_what_computing_them_again_costs() -> None:
+    work = replace(asks("ab", "ac"), attention_tokens=1024)
+    # The first 512 tokens cost 512 + 128, all 1,024 cost 1,024 + 512.
+    assert infinite(work) == pytest.approx(640 / (2 * 1536))
+    assert Replay(work, "lru", 8).run() == textbook(work, "LRU", 8) == Belady(work).hit_rate(8) == infinite(work)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from forebay.errors import ConfigError
 from forebay.kvstore.entry import Entry
@@ -18,16 +19,26 @@ from forebay.kvstore.policies.s3fifo import S3Fifo
 POLICY_NAMES = ("lru", "arc", "s3fifo", "foresight")
 
 
+@dataclass(frozen=True, slots=True)
+class PolicyChoice:
+    """Which policy. `attention_tokens`: where attention costs a model as much as all else does, so that deep chunks
+    count for more; 0: all tokens cost the same. Only `foresight` weighs that."""
+
+    name: str = "lru"
+    attention_tokens: int = 0
+
+
 class Policies:
     """Makes the policies of one store, one an account, and tells them of lookups.
 
     Raises ConfigError if there is no policy of this name.
     """
 
-    def __init__(self, name: str = "lru", lineage: Lineage | None = None, cost: RecomputeCost | None = None) -> None:
+    def __init__(self, choice: PolicyChoice | str = "lru", lineage: Lineage | None = None) -> None:
+        self.choice = PolicyChoice(choice) if isinstance(choice, str) else choice
+        name, cost = self.choice.name, RecomputeCost(self.choice.attention_tokens or None)
         if name not in POLICY_NAMES:
             raise ConfigError(f"policy {name!r}: there are {', '.join(POLICY_NAMES)}")
-        self.name = name
         self.lineage = lineage = lineage or NoLineage()
         sessions = Sessions()
         makers: dict[str, Callable[[], EvictionPolicy]] = {
