@@ -269,6 +269,9 @@ class ClientLocks:
             descriptor = os.open(self._file(client), os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
+        except OSError as error:  # no descriptor to be had, say: ask again later, and free nothing until then
+            log.warning("whether client %s lives can't be told now: %s", client.hex(), error.strerror)
+            return True
         try:
             return not try_lock(descriptor)
         finally:
@@ -276,7 +279,10 @@ class ClientLocks:
 
     def forget(self, client: bytes) -> None:
         """The client is gone and nothing waits for it."""
-        self._file(client).unlink(missing_ok=True)
+        try:
+            self._file(client).unlink(missing_ok=True)
+        except OSError as error:  # the next start removes it
+            log.warning("the lock of client %s stays: %s", client.hex(), error.strerror)
 
     def known(self) -> list[bytes]:
         """Ids of all clients that have a lock file."""

@@ -130,7 +130,7 @@ class Connection(asyncio.Protocol):
             raise ProtocolError(f"{type(request).__name__} before Hello")
         try:
             answer = self._service.handle(self, request)
-        except ForebayError as error:
+        except (ForebayError, OSError) as error:
             answer = self._refusal(request, error)
         if asyncio.iscoroutine(answer):
             self._run(request, answer)
@@ -146,7 +146,7 @@ class Connection(asyncio.Protocol):
             return
         try:
             message, descriptors, self.client = self._service.welcome(hello)
-        except ForebayError as error:
+        except (ForebayError, OSError) as error:
             self.send(Refused(rid=hello.rid, code="busy", message=str(error)))
             return
         self.send(message, descriptors)
@@ -178,9 +178,11 @@ class Connection(asyncio.Protocol):
             self.send(self._refusal(request, RequestRefused("limits", str(error))))
 
     @staticmethod
-    def _refusal(request: Request, error: ForebayError) -> Refused:
+    def _refusal(request: Request, error: ForebayError | OSError) -> Refused:
         rid = getattr(request, "rid", 0)
         code = error.code if isinstance(error, RequestRefused) else "internal"
+        if isinstance(error, OSError):
+            _grumble("the machine refuses what a client asks for: %s", error)
         return Refused(rid=rid, code=code, message=str(error))
 
     def send(self, message: object, descriptors: list[int] | None = None) -> None:

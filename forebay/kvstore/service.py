@@ -217,7 +217,13 @@ class StoreService:
     def _extents(self, connection: Connection, request: GetExtents) -> None:
         wanted = sorted(e for e in self.core.place.slots.extents if e >= request.after)
         batch = wanted[:DESCRIPTORS_MAX]
-        descriptors = [os.dup(self.pool.descriptors[extent]) for extent in batch]
+        descriptors: list[int] = []
+        try:
+            descriptors.extend(os.dup(self.pool.descriptors[extent]) for extent in batch)
+        except OSError:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
         reply = Extents(rid=request.rid, extents=batch, more=len(wanted) > len(batch))
         connection.send(reply, descriptors)
 

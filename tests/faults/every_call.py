@@ -107,8 +107,8 @@ async def _stop(daemon: InProcessDaemon, ended: asyncio.Task[int], folder: Path)
 
 async def _use(service: StoreService, folder: Path, found: Run, *, first: bool) -> None:
     client = AsyncStoreClient(str(folder / "store.sock"))
-    await client.connect()
     try:
+        await client.connect()
         await client.register(SPEC)
         if first:
             await push(client, TAIL)
