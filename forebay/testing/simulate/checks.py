@@ -13,7 +13,7 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from forebay.errors import RequestRefused
+from forebay.errors import CorruptChunk, RequestRefused
 from forebay.events.schema import CPU, low64
 from forebay.kvstore.core import StoreCore
 from forebay.kvstore.entry import Entry
@@ -22,8 +22,9 @@ from forebay.kvstore.header import MAGIC, SlotState, slot_state
 from forebay.kvstore.identity import MATCH_UNIT, GroupGeometry, Namespace, chain
 from forebay.kvstore.protocol import ChunkRead, Found
 from forebay.testing.simulate.oracle import Write, written_units
-from forebay.testing.simulate.plan import FAULTS
+from forebay.testing.simulate.plan import BRING_BACK
 from forebay.testing.simulate.state import charged, evictable, fingerprint, leased, quarantined, residents
+from forebay.testing.simulate.tierbase import split_blob
 
 if TYPE_CHECKING:
     from forebay.testing.simulate.node import SimDaemon
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from forebay.testing.simulate.world import World
 
 BUSY_REFUSALS = ("busy", "budget")
-_BRING_BACK = frozenset(fault for fault in FAULTS if fault.startswith(("daemon_", "tier_killed", "power", "tier_hung")))
 _MARK = struct.Struct("<8sIIQ")
 LATE_S = 5.0
 """A lookup may take its deadline, and what checks and a slow loop add to it."""
@@ -132,9 +132,26 @@ class Checks:
         Only one host's clear says so, and only where nothing dies in the middle: what a tier was just writing when
         its host was killed may be found again.
         """
-        if self.world.plan.nodes == 1 and not self.world.plan.faults & _BRING_BACK:
+        if self.world.plan.nodes == 1 and not self.world.plan.faults & BRING_BACK:
             self.world.count("clears.checked")
             self._cleared.append(_Clear(namespace, began, self.world.loop.time()))
+
+    def tiers_forgot(self) -> None:
+        """Nothing is under way any more: no tier has anything left that a clear was told to forget."""
+        if not self._cleared:
+            return
+        for tier, chunk, blob in self.world.tiers.stored():
+            self.world.count("clears.tier_chunks")
+            try:
+                header, _, payload = split_blob(blob)
+            except CorruptChunk:
+                continue
+            version = self.world.oracle.version_of(chunk.group, chunk.key, payload)
+            if version is None:
+                continue
+            write = self.world.oracle.writes[chunk.group, chunk.key][version]
+            if any(clear.covers(write) for clear in self._cleared):
+                self._fail(f"tier {tier} still has a chunk of tokens [{header.start}, {header.end}) that was cleared")
 
     # --- facts -----------------------------------------------------------------------------------------
 

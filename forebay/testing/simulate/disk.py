@@ -7,8 +7,12 @@ of random length survives. Bits rot. There is an end to the room.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from forebay.tiers.base import ChunkId
+from forebay.tiers.fs.paths import chunk_of_name
 
 if TYPE_CHECKING:
     from forebay.testing.simulate.world import World
@@ -72,6 +76,13 @@ class SimDisk:
     def names(self) -> list[str]:
         """All files."""
         return sorted(self._files)
+
+    def chunks(self) -> Iterator[tuple[ChunkId, bytes]]:
+        """The files that are chunks."""
+        for name, file in self._files.items():
+            chunk = chunk_of_name(name)
+            if chunk is not None:
+                yield chunk, file.data
 
     def _commit(self, count: int) -> None:
         for what, name, file in self._journal[:count]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from forebay.testing.simulate.loop import Process
+from forebay.tiers.base import ChunkId
 from forebay.tiers.fs.device import AlignedBuffer, Device, Expected, Loaded, TempFile
 from forebay.tiers.fs.keeper import Keeper
 from forebay.tiers.fs.options import FsOptions
-from forebay.tiers.fs.paths import Paths
+from forebay.tiers.fs.paths import Paths, chunk_of_name
 from forebay.tiers.fs.pool import Task, WorkPool
 from forebay.tiers.fs.tier import FsTier
 
@@ -144,6 +145,13 @@ class Directory:
     def files(self) -> list[Path]:
         """The chunks' files."""
         return sorted(path for path in (self.path / "chunks").rglob("*") if path.is_file())
+
+    def chunks(self) -> Iterator[tuple[ChunkId, bytes]]:
+        """The chunks that the running tier has in its manifest, with their files' bytes."""
+        for file in self.files() if self.tier is not None else ():
+            chunk = chunk_of_name(file.name)
+            if chunk is not None and self.tier is not None and self.tier._shelf.manifest.get(chunk) is not None:
+                yield chunk, file.read_bytes()
 
     def lose_power(self, rng: random.Random) -> None:
         """What is in it afterwards. Its process is dead."""

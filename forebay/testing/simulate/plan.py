@@ -34,6 +34,8 @@ THEMES = (
     ("worker_slow_reader", "tier_slow"),
     ("disk_rot", "power_loss", "tier_killed"),
 )
+# Something dies in the middle: what a tier was just writing when it was told to forget may be found again.
+BRING_BACK = frozenset(fault for fault in FAULTS if fault.startswith(("daemon_", "tier_killed", "power", "tier_hung")))
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,12 @@ def draw_plan(seed: int) -> Plan:
     rng = random.Random(f"{seed}/plan")
     share = rng.choice((0.0, 0.2, 0.35, 0.5))
     faults = {fault for fault in FAULTS if rng.random() < share}
-    if rng.random() < 0.5:
-        faults.update(rng.choice(THEMES))
+    theme = rng.choice(THEMES) if rng.random() < 0.5 else ()
+    faults.update(theme)
     nodes = rng.choice((1, 1, 1, 2))
-    tiers = [kind for kind in ("fs", "disk", "bucket") if rng.random() < 0.4]
+    if "clears" in theme:  # a world in which what was cleared must not come back
+        faults, nodes = faults - BRING_BACK, 1
+    tiers = [kind for kind in ("fs", "disk", "bucket") if rng.random() < (0.7 if "clears" in theme else 0.4)]
     if nodes > 1:
         tiers.insert(rng.randrange(len(tiers) + 1), "peer")
     chunk_tokens = rng.choice((32, 48, 64))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,7 +16,7 @@ from forebay.testing.simulate.files import Directory
 from forebay.testing.simulate.loop import Process
 from forebay.testing.simulate.net import End
 from forebay.testing.simulate.peer import PeerTier
-from forebay.tiers.base import SecondaryTier
+from forebay.tiers.base import ChunkId, SecondaryTier
 from forebay.tiers.child import Child
 from forebay.tiers.link import DaemonLink
 from forebay.tiers.messages import Start, Started, StartFailed
@@ -170,6 +171,14 @@ class Tiers:
         """All disks with the node and the tier that they are of."""
         disks = [(index, "disk", disk) for index, disk in sorted(self.disks.items())]
         return [*disks, *((index, "fs", directory) for index, directory in sorted(self.directories.items()))]
+
+    def stored(self) -> Iterator[tuple[str, ChunkId, bytes]]:
+        """Every chunk that a tier would find, with the bytes that it has of it."""
+        for chunk, blob in self.bucket.objects.items():
+            yield "bucket", chunk, blob
+        for _, kind, device in self.devices():
+            if not self._world.plan.has("disk_error"):  # what couldn't be unlinked is still there, if out of sight
+                yield from ((kind, chunk, blob) for chunk, blob in device.chunks())
 
     def open(self, node: Node, kind: str, process: Process) -> SecondaryTier:
         """The tier object of a process."""

@@ -156,7 +156,7 @@ class Worker:
 
     async def _turn(self) -> None:
         rng, plan = self.rng, self.world.plan
-        if plan.has("clears") and rng.random() < 0.03 * plan.rate:
+        if plan.has("clears") and rng.random() < 0.1 * plan.rate:
             await self._clear()
             return
         if rng.random() < 0.03:

@@ -167,6 +167,7 @@ class World:
         for node in self.nodes:
             if node.running is not None:
                 self.checks.tick(node.running)
+        self.checks.tiers_forgot()
         self._raise()
         for node in self.nodes:
             node.stop_cleanly()
