@@ -224,9 +224,15 @@ class _Loud(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
         self.found: list[logging.LogRecord] = []
+        self.deaf = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info and record.exc_info[1] is not None and not isinstance(record.exc_info[1], Killed):
+        if (
+            not self.deaf
+            and record.exc_info
+            and record.exc_info[1] is not None
+            and not isinstance(record.exc_info[1], Killed)
+        ):
             self.found.append(record)
 
 
@@ -258,6 +264,7 @@ def simulate(plan: Plan, *, verbose: bool = False) -> Outcome:
             try:
                 outcome = world.run()
             finally:
+                loud.deaf = True  # what a killed process was in the middle of may not unwind well, and never did
                 world.close()
             if loud.found:
                 record = loud.found[0]
