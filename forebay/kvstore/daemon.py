@@ -63,8 +63,9 @@ class Daemon:
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
         listener = listen(self.config.socket, group=self.config.socket_group)
         pool = PoolFiles(pool_path(self.config.pool_dir, self.config.socket), self.config.extent_bytes)
-        clean, fresh = False, not pool.path.exists()
+        clean = fresh = False
         try:
+            fresh = not pool.path.exists()
             pool.open()
             clean = await self._with_pool(listener, pool)
         except (ForebayError, OSError) as error:

@@ -6,7 +6,7 @@ import mmap
 import os
 from dataclasses import dataclass, field
 
-from forebay.errors import CorruptChunk
+from forebay.errors import CorruptChunk, StoreUnavailable
 from forebay.kvstore.header import decode_header, slot_generation
 from forebay.kvstore.protocol import ChunkRead, Slot
 
@@ -20,12 +20,16 @@ class PoolMap:
     _maps: list[mmap.mmap] = field(default_factory=list)
 
     def add(self, extent: int, descriptor: int) -> None:
-        """Map an extent and close its descriptor. May block while page tables are filled."""
+        """Map an extent and close its descriptor. May block while page tables are filled. Raises StoreUnavailable."""
         try:
             if extent in self.views:
                 return
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
             mapped = mmap.mmap(descriptor, self.extent_bytes, flags=flags)
+        except OSError as error:
+            raise StoreUnavailable(
+                f"the store's pool can't be mapped ({error.strerror}): raise this process's memory limits"
+            ) from error
         finally:
             os.close(descriptor)
         mapped.madvise(mmap.MADV_DONTDUMP)
