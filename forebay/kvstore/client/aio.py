@@ -121,9 +121,15 @@ class AsyncStoreClient(PromiseCalls):
             rid = self._session.rid()
             reply, descriptors = await self._ask(rid, GetExtents(rid=rid, after=after))
             extents = expect(reply, Extents)
-            for extent, descriptor in zip(extents.extents, descriptors, strict=True):
-                await asyncio.to_thread(pool.add, extent, descriptor)
-                after = extent + 1
+            left = deque(zip(extents.extents, descriptors, strict=True))
+            try:
+                while left:
+                    extent, descriptor = left.popleft()
+                    await asyncio.to_thread(pool.add, extent, descriptor)
+                    after = extent + 1
+            finally:
+                for _, descriptor in left:
+                    os.close(descriptor)
             more = extents.more
 
     async def close(self) -> None:
