@@ -14,12 +14,14 @@ import argparse
 import asyncio
 import gc
 import logging
+import multiprocessing
 import os
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -204,10 +206,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.every_call", description=__doc__)
     parser.add_argument("--every", type=int, default=1, help="fail only every Nth call, each as one kind of fault")
     parser.add_argument("--only", help="NAME:NUMBER:KIND, one fault")
+    parser.add_argument("--jobs", type=int, default=8, help="processes at a time")
     parser.add_argument("--log", type=Path)
     options = parser.parse_args(arguments)
-    logging.disable(logging.CRITICAL)
-    outcome = inject(options.every, options.only)
+    outcome = inject(options.every, options.only, options.jobs)
     lines = [*outcome.lines()]
     print("\n".join(lines))
     if options.log:
@@ -254,24 +256,54 @@ class Outcome:
         ]
 
 
-def inject(every: int = 1, only: str | None = None) -> Outcome:
-    """Count the scenario's calls, then fail every so manieth; with 1, each as each kind of fault."""
+def inject(every: int = 1, only: str | None = None, jobs: int = 1) -> Outcome:
+    """Count the scenario's calls, then fail every so manieth; with 1, each as each kind of fault.
+
+    Most of a run is waiting, so several processes at a time (`jobs`) cost little.
+    """
     with tempfile.TemporaryDirectory() as folder:
         names = run(Path(folder), None).calls.names
     outcome = Outcome(names.total(), Counter(), 0, 0, [])
     plan = [fault for fault in planned(names, 1) if str(fault) == only] if only else planned(names, every)
-    for fault in plan:
-        outcome.runs[fault.kind] += 1
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                done = run(Path(folder), fault)
-        except Exception as error:
-            outcome.failures.append(f"{fault}: {type(error).__name__}: {error}")
-            print(outcome.failures[-1], file=sys.stderr, flush=True)
-            continue
-        outcome.missed += not done.calls.hit
-        outcome.refused += bool(done.refused)
+    if jobs == 1:
+        for fault in plan:
+            _note(outcome, fault, _attempt(fault))
+        return outcome
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        for fault, attempt in zip(plan, pool.map(_attempt, plan), strict=True):
+            _note(outcome, fault, attempt)
     return outcome
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """How one run with a fault ended; `failure` in words."""
+
+    met: bool = False
+    refused: bool = False
+    failure: str = ""
+
+
+def _attempt(fault: Fault) -> Attempt:
+    logging.disable(logging.CRITICAL)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            done = run(Path(folder), fault)
+    except Exception as error:
+        return Attempt(failure=f"{fault}: {type(error).__name__}: {error}")
+    finally:
+        logging.disable(logging.NOTSET)
+    return Attempt(met=done.calls.hit, refused=bool(done.refused))
+
+
+def _note(outcome: Outcome, fault: Fault, attempt: Attempt) -> None:
+    outcome.runs[fault.kind] += 1
+    if attempt.failure:
+        outcome.failures.append(attempt.failure)
+        print(attempt.failure, file=sys.stderr, flush=True)
+        return
+    outcome.missed += not attempt.met
+    outcome.refused += attempt.refused
 
 
 if __name__ == "__main__":

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Iterator
-
-import pytest
 
 from tests.faults.calls import KINDS
 from tests.faults.every_call import inject, planned
@@ -14,16 +10,8 @@ from tests.faults.every_call import inject, planned
 EVERY = int(os.environ.get("FOREBAY_EVERY_CALL", "24"))
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Injected errors are logged hundreds of times."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
-
-
 def test_a_call_that_fails_leaves_nothing_behind_and_the_store_serves_on() -> None:
-    outcome = inject(EVERY)
+    outcome = inject(EVERY, jobs=2)
     print("\n".join(outcome.lines()))
     assert outcome.failures == []
     assert outcome.calls > 300 and outcome.missed < outcome.runs.total() / 2
