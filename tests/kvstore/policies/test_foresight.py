@@ -147,9 +147,12 @@ def test_sessions_beyond_the_limit_are_forgotten_the_longest_idle_first() -> Non
 def test_awaited_chunks_are_bounded() -> None:
     sessions = Sessions(expected_max=8)
     session = ask(sessions, 0, "a")
-    sessions.expect([bytes([i]) for i in range(30)], session)
+    awaited = [bytes([i]) for i in range(30)]
+    sessions.expect(awaited, 0, session)
     assert sessions.expected == 8
     assert sessions.expecting(bytes([29])) is session and sessions.expecting(bytes([3])) is None
+    sessions.expect(awaited, 28, session)
+    assert sessions.expected == 2, "what is here isn't awaited"
 
 
 def test_timers_don_t_pile_up() -> None:
@@ -413,3 +416,14 @@ def test_a_session_whose_chunks_come_late_is_weighed_from_then_on() -> None:
     before = late.note.session.worth
     policy.observe(LookedUp(keys("x", "y", "z"), (), 5000, CHUNK))
     assert len(late.note.session.index) == BINS and late.note.session.worth != before
+
+
+def test_chunks_of_all_groups_are_their_session_s() -> None:
+    policy = Foresight(Family())
+    policy.observe(LookedUp(keys("a", "b"), (), 0, CHUNK))
+    entries = [make_entry(b"a"), make_entry(b"a"), make_entry(b"b", b"a", CHUNK), make_entry(b"b", b"a", CHUNK)]
+    for number, entry in enumerate(entries):
+        entry.group = number % 2
+        policy.add(entry)
+    assert len({entry.note.session for entry in entries}) == 1
+    assert policy.gauges()["sessions"] == 1

@@ -108,7 +108,7 @@ class Foresight(EvictionPolicy):
         for entry in used:
             if isinstance(entry.note, Shelf) and entry.note.session is not session:
                 _move(entry, session)
-        self.sessions.expect(lookup.keys[end // lookup.chunk_tokens :], session)
+        self.sessions.expect(lookup.keys, end // lookup.chunk_tokens, session)
 
     def _leave_behind(self, session: Session, start: int, used: set[Entry]) -> None:
         for shelf in list(session.holders.values()):

@@ -129,17 +129,21 @@ class Sessions:
             self._forget(next(iter(self._sessions)))
         return session
 
-    def expect(self, keys: Sequence[bytes], session: Session) -> None:
-        """These chunks will be stored for `session`, if at all."""
-        for key in keys:
+    def expect(self, keys: Sequence[bytes], hit: int, session: Session) -> None:
+        """The first `hit` of these chunks are here; the others will be stored for `session`, in every group, if at
+        all."""
+        for key in keys[:hit]:
+            self._expected.pop(key, None)
+        for key in keys[hit:]:
             self._expected[key] = session
             self._expected.move_to_end(key)
         while len(self._expected) > self._expected_max:
             self._expected.popitem(last=False)
 
     def expecting(self, key: bytes) -> Session | None:
-        """Whose this chunk is, if it was awaited; it isn't any more."""
-        return self._expected.pop(key, None)
+        """Whose this chunk is, if it is awaited."""
+        session = self._expected.get(key)
+        return session if session in self._sessions else None
 
     def _find(self, keys: Sequence[bytes]) -> tuple[Session | None, int]:
         # One chunk alone says nothing: many sessions may begin with it.
