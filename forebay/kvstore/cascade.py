@@ -35,12 +35,14 @@ class Load:
 
 @dataclass
 class TierTraffic:
-    """Jobs of one tier, by job id. `owner` is the lock that its process holds while it may write."""
+    """Jobs of one tier, by job id. `owner` is the lock that its process holds while it may write. `unwanted` stores
+    began before a clear that covers them."""
 
     name: str
     owner: bytes
     stores: dict[int, Entry] = field(default_factory=dict)
     loads: dict[int, Load] = field(default_factory=dict)
+    unwanted: set[int] = field(default_factory=set)
     store_bytes: int = 0
 
 
@@ -96,6 +98,7 @@ class Cascade:
         """Account for a finished job; the load it was, if it was one, so that its waiters can be woken."""
         tier = self.tiers[tier_name]
         entry = tier.stores.pop(result.id, None)
+        tier.unwanted.discard(result.id)
         if entry is not None:
             self._stored(tier, entry, result)
             return None
@@ -145,7 +148,12 @@ class Cascade:
 
     @contextmanager
     def clearing_of(self, scope: Scope) -> Iterator[None]:
-        """While this is open, what tiers bring of a scope isn't published: they may not have forgotten it yet."""
+        """While this is open, what tiers bring of a scope isn't published: they may not have forgotten it yet.
+
+        What they were being given before is forgotten when it has arrived, also if it had left the pool already.
+        """
+        for tier in self.tiers.values():
+            tier.unwanted.update(job for job, entry in tier.stores.items() if scope.covers(entry))
         for load in self.loading.values():
             load.clears.append(scope)
         self.clearing.append(scope)
@@ -159,11 +167,12 @@ class Cascade:
 
         Ask before `finished`.
         """
-        entry = self.tiers[tier_name].stores.get(result.id)
+        tier = self.tiers[tier_name]
+        entry = tier.stores.get(result.id)
         if entry is None or not result.ok or entry.state is SlotState.COMMITTED:
             return None
         # A reason that isn't remembered any more may have been one of them.
-        gone = self._core.removed.get(entry.id, "cleared") in ("cleared", "corrupt")
+        gone = result.id in tier.unwanted or self._core.removed.get(entry.id, "cleared") in ("cleared", "corrupt")
         return ChunkId(entry.group, entry.key) if gone else None
 
     @property

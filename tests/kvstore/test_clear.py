@@ -166,6 +166,25 @@ def test_what_a_tier_brings_during_a_clear_is_not_published(tenant: str, comes: 
     assert cascade.clearing == [] and store.core.promoting_bytes == 0
 
 
+@pytest.mark.parametrize("reason", ["replaced", "evicted", "cleared"])
+@pytest.mark.parametrize(("tenant", "goes"), [("acme", True), ("other", False)])
+def test_what_left_the_pool_on_its_way_to_a_tier_is_cleared_there_too(reason: str, tenant: str, goes: bool) -> None:
+    store = SmallStore()
+    cascade = Cascade(store.core)
+    cascade.tiers["fs"] = TierTraffic("fs", b"t" * 16)
+    put(store, [5] * CHUNK, tenant)
+    entry = next(iter(store.core.table))
+    [(_, job)] = cascade.store_jobs(entry)
+    if reason != "cleared":
+        store.core.retire(entry, reason)
+    with cascade.clearing_of(Scope(tenant="acme")):
+        clear(store, Scope(tenant="acme"))
+    late = cascade.came_too_late("fs", JobResult(job.id, True))
+    assert (late == job.chunk) is goes and (late is None) is not goes
+    cascade.finished("fs", JobResult(job.id, True))
+    assert not cascade.tiers["fs"].unwanted
+
+
 def test_so_many_clears_at_a_time_and_no_more() -> None:
     store = SmallStore(limits=Limits(clears=2))
     cascade = Cascade(store.core)
