@@ -31,7 +31,7 @@ from tests.kvstore.running import prompt_of
 
 HURRY = Patience(start_s=10.0, stop_s=5.0, heartbeat_s=0.1, hang_s=0.5, store_s=0.5, backoff_first_s=0.02)
 """So that a hang is soon found. On a busy machine that may be a false alarm, which costs a miss."""
-SETTLE_S = 10.0
+SETTLE_S = 60.0
 SPEC = Namespace(weights=b"f" * 32, groups=(GroupGeometry("full", "full", (0, 1), 4, 64, "float64"),), chunk_tokens=32)
 """One chunk of it takes a good quarter of a MiB: three fill an extent of the smallest size."""
 
