@@ -156,10 +156,11 @@ class Worker:
 
     async def _turn(self) -> None:
         rng, plan = self.rng, self.world.plan
-        if plan.has("clears") and rng.random() < 0.1 * plan.rate:
+        settling = self.world.healthy
+        if plan.has("clears") and not settling and rng.random() < 0.1 * plan.rate:
             await self._clear()
             return
-        if rng.random() < 0.03:
+        if not settling and rng.random() < 0.03:
             await self._watch()
             return
         prompt = draw_prompt(self.world, rng)

@@ -155,7 +155,7 @@ class World:
         done = [worker.turns for worker in self.workers]
         self._wait(
             "each worker's next turns",
-            lambda: all(w.turns > n + 1 for w, n in zip(self.workers, done, strict=True)),
+            lambda: all(w.turns > n + 2 for w, n in zip(self.workers, done, strict=True)),
         )
         self._wait("subscribers to hear everything", self._views_agree)
         self.closing = True
