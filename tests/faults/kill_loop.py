@@ -38,7 +38,8 @@ from tests.faults import traffic
 from tests.faults.traffic import BIG, BIG_POSITION_BYTES, TINY, Acknowledged
 
 START_S = 60.0
-FREED_S = 0.1
+FREED_S_MAX, FREED_S_AT_LAST = 0.1, 10.0
+"""The first is the promise, judged by the median in the long form; the second says that it will never be free."""
 LOOK_EVERY_S = 0.01
 READOPT_S_MAX = 1.0
 
@@ -227,6 +228,7 @@ class Figures:
     start_s: list[float] = field(default_factory=list)
     readopt_s: list[float] = field(default_factory=list)
     readopt_cpu_s: list[float] = field(default_factory=list)
+    freed_s: list[float] = field(default_factory=list)
     readopted: list[int] = field(default_factory=list)
     acknowledged: int = 0
     checked: int = 0
@@ -241,6 +243,10 @@ class Figures:
         yield (
             f"acknowledged chunks looked for after kills: {self.checked}, served: {self.checked - self.missing}, "
             f"evicted: {self.missing} (the stores have counted {self.retired} chunks as taken out, for any reason)"
+        )
+        yield (
+            f"all clients killed {len(self.freed_s)} times: what they held was free after "
+            f"{statistics.median(self.freed_s):.3f} s (median), {max(self.freed_s):.3f} s at most"
         )
         yield f"bytes that the store has read and compared after kills: {self.verified_bytes >> 20} MiB"
         if self.readopt_s:
@@ -386,18 +392,20 @@ class KillLoop:
 
     def _everybody_dies(self) -> None:
         """All clients at once: what they held is free a moment later."""
-        self.clients.kill_all()
-        until = time.monotonic() + FREED_S
-        while True:
-            with StoreClient(self.daemon.address) as client:
+        with StoreClient(self.daemon.address) as client:
+            self.clients.kill_all()
+            began = time.monotonic()
+            while True:
                 values = client.stats().values
-            left = {name: values[name] for name in ("host.reserved_bytes", "host.quarantined_slots") if values[name]}
-            pinned = values["host.entries"] - values["host.evictable"]
-            busy = values["tier.fs.stores_running"] + values["tier.fs.loads_running"]
-            if not left and (pinned == 0 or busy):
-                break
-            if time.monotonic() > until:
-                raise KillLoopFailed(f"{FREED_S} s after all clients were killed: {left}, {pinned} chunks pinned")
+                took = time.monotonic() - began
+                held = [name for name in ("host.reserved_bytes", "host.quarantined_slots") if values[name]]
+                pinned = values["host.entries"] - values["host.evictable"]
+                busy = values["tier.fs.stores_running"] + values["tier.fs.loads_running"]
+                if not held and (pinned == 0 or busy):
+                    break
+                if took > FREED_S_AT_LAST:
+                    raise KillLoopFailed(f"{took:.1f} s after all clients were killed: {held}, {pinned} chunks pinned")
+        self.figures.freed_s.append(took)
         self.clients.note()
 
     def _end(self) -> None:
@@ -436,12 +444,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     print(f"FAILED: {error}", file=out)
                 return 1
         # The longest tells of the machine's other work as well; that CPU time isn't over it either.
-        slow = bool(figures.readopt_s) and (
-            statistics.median(figures.readopt_s) >= READOPT_S_MAX or max(figures.readopt_cpu_s) >= READOPT_S_MAX
+        slow = statistics.median(figures.freed_s) > FREED_S_MAX or bool(
+            figures.readopt_s
+            and (statistics.median(figures.readopt_s) >= READOPT_S_MAX or max(figures.readopt_cpu_s) >= READOPT_S_MAX)
         )
         for out in (log, sys.stdout):
             print("\n".join(figures.lines()), file=out)
-            print("re-adoption took too long" if slow else "no promise was broken", file=out)
+            print("re-adoption or letting go took too long" if slow else "no promise was broken", file=out)
     return int(slow)
 
 
