@@ -268,8 +268,11 @@ class FsTier(SecondaryTier):
             if self._outbox.failure is None and ended:
                 with suppress(lmdb.Error), self._noting_errors():
                     self._shelf.flush_touches()
+            if ended:
+                with suppress(lmdb.Error), self._noting_errors():
                     self._shelf.manifest.close()
-                    self._state.close()
+                    if self._outbox.failure is None:
+                        self._state.close()
         finally:
             if ended:
                 self._extents.clear()
