@@ -15,7 +15,8 @@ from forebay.kvstore.header import HEADER_VERSION
 from forebay.kvstore.identity import LAYOUT_VERSION, NAMESPACE_VERSION
 
 VERSIONS = {"pool": 1, "files": 1}
-_LINE = re.compile(r"(?:[a-z]+/\d+ ?)+")
+_LINE = re.compile(r"(pool|files)/\d+ header/\d+ layout/\d+ namespace/\d+(?: [a-z]+/\d+)*")
+"""What this version writes, and what a later one may add. Anything else is damage, and says nothing."""
 _BYTES_MAX = 256
 
 

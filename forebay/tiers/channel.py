@@ -52,6 +52,7 @@ class Channel:
         self._out: deque[_Out] = deque()
         self._out_bytes_max = out_bytes_max
         self._writing = False
+        self._broken = False
         self.out_bytes = 0
         self.closed = False
         self._loop.add_reader(connection.fileno(), self._readable)
@@ -63,8 +64,9 @@ class Channel:
         `descriptors` in any case.
         """
         descriptors = descriptors or []
-        frame = b"" if self.closed else self._encode(message)
-        if self.closed or (not force and self.out_bytes + len(frame) > self._out_bytes_max):
+        closed = self.closed or self._broken
+        frame = b"" if closed else self._encode(message)
+        if closed or (not force and self.out_bytes + len(frame) > self._out_bytes_max):
             for descriptor in descriptors:
                 os.close(descriptor)
             return False
@@ -75,7 +77,7 @@ class Channel:
         return True
 
     def _push(self) -> None:
-        while self._out:
+        while self._out and not self._broken:
             head = self._out[0]
             try:
                 if head.descriptors:
@@ -85,7 +87,9 @@ class Channel:
             except BlockingIOError:
                 break
             except OSError as error:
-                self._end(f"send: {error.strerror}")
+                # Not now: what the peer has said last is passed on first, and never from inside of a send.
+                self._broken = True
+                self._loop.call_soon(self._end_after_last_words, f"send: {error.strerror}")
                 return
             while head.descriptors:
                 os.close(head.descriptors.pop())
@@ -95,6 +99,10 @@ class Channel:
             else:
                 head.data = head.data[sent:]
         self._watch_writable(bool(self._out))
+
+    def _end_after_last_words(self, why: str) -> None:
+        self.drain()
+        self._end(why)
 
     def _watch_writable(self, wanted: bool) -> None:
         if wanted and not self._writing:
