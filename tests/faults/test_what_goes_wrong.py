@@ -201,7 +201,8 @@ async def _a_late_load(folder: Path) -> None:
         with Calls((folder / "files",), Fault("preadv", 0, "hang")) as calls:
             ThreadChild.unhang = staticmethod(calls.release)
             found = await pull(client, tokens, 150)
-            assert found.hit == 0 and found.pending, "the deadline frees the request"
+            # Which of the two loads hangs is a matter of the tier's threads; what the other has brought is a hit.
+            assert found.hit in (0, 32) and found.pending, "the deadline frees the request"
             held = {entry.slot for entry in core.table}
             assert len(held) == 2 and core.promoting_bytes > 0, "and not the slots"
             for number in range(20):
