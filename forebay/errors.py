@@ -12,6 +12,7 @@
         NoSpace                memory or disk is exhausted
         NotWritable            a directory or file can't be written
         OtherVersion           a pool or directory was left by another version: it is neither read nor touched
+        TierUnavailable        what a tier keeps its chunks on doesn't answer; the store goes on and tries again
       CorruptChunk             bytes don't match their header (always turned into a miss by callers)
         ForeignChunk           a header of another version
 
@@ -83,6 +84,10 @@ class NotWritable(ResourceError):
 
 class OtherVersion(ResourceError):
     """What is stored there is in formats of another version. The message says which, and what to do."""
+
+
+class TierUnavailable(ResourceError):
+    """The server, device or peer behind a tier isn't there now. It may come: the store starts without that tier."""
 
 
 class CorruptChunk(ForebayError):

@@ -66,7 +66,9 @@ class Bench:
         return made
 
     def store(self, chunks: list[NewChunk], source: np.ndarray) -> int:
-        """Reserve, copy `source` into each, hash every granule, commit. Returns the bytes that became visible."""
+        """Reserve, copy from `source` on, hash every granule, commit. Returns the bytes that became visible.
+
+        A chunk for which `source` has no bytes left gets those of its end again."""
         slots = self.client.reserve(self.id, "", chunks).slots
         written, moved = [], 0
         for chunk, slot in zip(chunks, slots, strict=True):
@@ -74,9 +76,9 @@ class Bench:
             granule = self.spec.groups[chunk.group].granule_bytes
             length = len(chunk.tokens) // 4 // UNIT * granule
             room = np.frombuffer(self.client.room(slot, length), dtype=np.uint8)
-            sums = []
+            begin, sums = min(moved, len(source) - length), []
             for at in range(0, length, granule):
-                room[at : at + granule] = source[at : at + granule]
+                room[at : at + granule] = source[begin + at : begin + at + granule]
                 sums.append(xxhash.xxh3_64_intdigest(room[at : at + granule].data).to_bytes(8, "little"))
             written.append(Written(slot.reservation, b"".join(sums)))
             moved += length
@@ -91,7 +93,7 @@ class Bench:
             source = np.frombuffer(self.client.payload(chunk), dtype=np.uint8)
             sums = self.client.checksums(chunk)
             for index, at in enumerate(range(0, chunk.length, granule)):
-                piece = target[at : at + granule]
+                piece = target[moved + at : moved + at + granule]
                 piece[:] = source[at : at + granule]
                 assert xxhash.xxh3_64_intdigest(piece.data).to_bytes(8, "little") == sums[8 * index : 8 * index + 8]
             assert self.client.intact(chunk)
@@ -157,9 +159,9 @@ def commits(bench: Bench, seed: int, count: int, seconds: float) -> list[float]:
 
 def moves(bench: Bench, seed: int, tokens: int, seconds: float) -> dict[str, list[float]]:
     """Store a prompt of its own and load it back, in turns."""
-    length = bench.spec.groups[0].granule_bytes * (bench.spec.chunk_tokens // UNIT)
+    length = bench.spec.groups[0].granule_bytes * (tokens // UNIT)
     source = np.random.default_rng(seed).integers(0, 255, length, dtype=np.uint8)
-    target = np.empty(length, dtype=np.uint8)
+    target = np.zeros(length, dtype=np.uint8)
     result: dict[str, list[float]] = {"store": [], "load": [], "bytes": []}
     until, serial = time.perf_counter() + seconds, seed << 20
     while time.perf_counter() < until or len(result["load"]) < 5:

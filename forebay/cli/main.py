@@ -29,6 +29,7 @@ COMMANDS = {
     "fsck": "check every byte of a store's memory and files",
     "pin": "keep a prompt's chunks in memory for a while",
     "touch": "count a prompt's chunks as just used",
+    "warm": "bring a prompt's chunks from the tiers into memory",
     "clear": "forget a namespace, a tenant, or what begins with a prefix",
     "explain": "how long a prefix of a prompt each tier has, and why it ends there",
 }

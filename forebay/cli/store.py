@@ -11,6 +11,7 @@ from typing import Any
 
 from forebay.cli.places import default_socket, private, runtime_dir
 from forebay.cli.tenants import ATTENTION, POLICY, TENANTS
+from forebay.cli.tiers import TIERS
 from forebay.config import Setting, add_settings, duration, one_of, path, resolve, share, size, text, unix_socket
 from forebay.kvstore.config import StoreConfig
 
@@ -32,6 +33,7 @@ SETTINGS = (
     Setting("reservation", duration, 60.0, "how long a store may take; its slot is never given up", shown="1m"),
     Setting("tier_hang", duration, 10.0, "end a tier's process that gives no sign of life for so long", shown="10s"),
     Setting("metrics", text, None, "HOST:PORT of Prometheus metrics, on loopback"),
+    TIERS,
     TENANTS,
     POLICY,
     ATTENTION,

@@ -2,11 +2,16 @@
 
 A store job pins its chunk until the tier reports it finished, up to a cap in bytes a tier: beyond that the
 copy is dropped and counted, so that a hung tier can't fill the pool.
+
+What tiers want that take chunks when they are evicted is copied a little before that:
+
+    coldest, not copied | being copied | copied, first to go | free
+                         <------------- the reserve -------------->
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -18,6 +23,12 @@ from forebay.kvstore.header import ChunkHeader, SlotState, decode_header, header
 from forebay.kvstore.layout import granule_count
 from forebay.kvstore.lookup import Promotion
 from forebay.tiers.base import ChunkId, JobResult, LoadJob, StoreJob
+from forebay.tiers.rules import EVICT, SECOND_HIT, WRITE_THROUGH
+
+AHEAD_SHARE = 1 / 16
+"""Of the pool: the reserve that is free, or can be without a loss to any tier. It is made up again at half of that."""
+
+Jobs = list[tuple[str, StoreJob]]
 
 
 @dataclass(eq=False)
@@ -35,15 +46,27 @@ class Load:
 
 @dataclass
 class TierTraffic:
-    """Jobs of one tier, by job id. `owner` is the lock that its process holds while it may write. `unwanted` stores
-    began before a clear that covers them."""
+    """Jobs of one tier, by job id. `owner` is the lock that its process holds while it may write. `copy` is when chunks
+    go there (`TierRule`), `pinned_share` of the pool what that may pin (None: as the store's limits say). `unwanted`
+    stores began before a clear that covers them."""
 
     name: str
     owner: bytes
+    copy: str = WRITE_THROUGH
+    pinned_share: float | None = None
     stores: dict[int, Entry] = field(default_factory=dict)
     loads: dict[int, Load] = field(default_factory=dict)
     unwanted: set[int] = field(default_factory=set)
     store_bytes: int = 0
+    storing: set[Entry] = field(default_factory=set)
+
+
+@dataclass
+class _Ahead:
+    """A chunk that is copied because it may be evicted soon: how often it had been hit before, its jobs under way."""
+
+    hits: int
+    jobs: int
 
 
 class Cascade:
@@ -55,19 +78,27 @@ class Cascade:
         self.tiers: dict[str, TierTraffic] = {}
         self.loading: dict[Entry, Load] = {}
         self.clearing: list[Scope] = []
+        self._ahead: dict[Entry, _Ahead] = {}
+        self._clean: set[Entry] = set()
+        self._clean_bytes = self._ahead_bytes = 0
+        core.on_retired = self._retired
 
-    def store_jobs(self, entry: Entry) -> list[tuple[str, StoreJob]]:
-        """Jobs that copy a committed chunk to every tier that may not have it yet. Pins it once for each."""
+    # --- from host memory to tiers ---------------------------------------------------------------------
+
+    def store_jobs(self, entry: Entry, moment: str = WRITE_THROUGH) -> Jobs:
+        """Jobs that copy a committed chunk to every tier that wants it at this moment and may not have it yet. Pins it
+        once for each."""
         assert entry.state is SlotState.COMMITTED
-        jobs = []
+        jobs: Jobs = []
         for tier in self.tiers.values():
-            if tier.name in entry.tiers:
+            if tier.copy != moment or tier.name in entry.tiers or entry in tier.storing:
                 continue
             length = entry.payload_offset - entry.slot.offset + entry.payload_length
-            if tier.store_bytes + length > self._cap(length):
+            if tier.store_bytes + length > self._cap(tier, length):
                 self._core.counters.add(f"tier.{tier.name}.dropped")
                 continue
             self._core.pin(entry)
+            tier.storing.add(entry)
             tier.store_bytes += length
             tier.stores[self._next()] = entry
             chunk = ChunkId(entry.group, entry.key)
@@ -75,8 +106,72 @@ class Cascade:
             jobs.append((tier.name, job))
         return jobs
 
-    def _cap(self, length: int) -> float:
-        return max(self._core.limits.cascade_share * self._core.place.slots.total_bytes, length)
+    def _cap(self, tier: TierTraffic, length: int) -> float:
+        share = self._core.limits.cascade_share if tier.pinned_share is None else tier.pinned_share
+        return max(share * self._core.place.slots.total_bytes, length)
+
+    @property
+    def counts_hits(self) -> bool:
+        """Does any tier want to be told of hits? If not, nobody needs to."""
+        return any(tier.copy != WRITE_THROUGH for tier in self.tiers.values())
+
+    def hit(self, entries: Sequence[Entry]) -> Jobs:
+        """A lookup has hit these: jobs of tiers that want what is hit twice."""
+        jobs: Jobs = []
+        for entry in entries:
+            entry.hits += 1
+            self._not_clean(entry)
+            if entry.hits >= 2 and entry.state is SlotState.COMMITTED:
+                jobs += self.store_jobs(entry, SECOND_HIT)
+        return jobs
+
+    def copy_ahead(self) -> Jobs:
+        """Jobs that make the reserve up again, coldest chunks first, for tiers that want what is evicted."""
+        wanting = [tier.name for tier in self.tiers.values() if tier.copy == EVICT]
+        slots = self._core.place.slots
+        reserve = AHEAD_SHARE * slots.total_bytes
+        spare = slots.free_bytes + self._clean_bytes + self._ahead_bytes
+        jobs: Jobs = []
+        if not wanting or spare >= reserve / 2:
+            return jobs
+        aside: list[Entry] = []
+        while spare < reserve and (entry := self._core.place.coldest()) is not None:
+            self._core.pin(entry)  # out of the order for now, so that the next one shows
+            aside.append(entry)
+            if entry in self._clean:
+                continue
+            if not entry.tiers.issuperset(wanting):
+                new = self.store_jobs(entry, EVICT)
+                if not new:
+                    break  # more than that may not be pinned
+                self._ahead[entry] = _Ahead(entry.hits, len(new))
+                self._ahead_bytes += entry.slot_bytes
+                jobs += new
+            else:
+                self._now_clean(entry)
+            spare += entry.slot_bytes
+        for entry in reversed(aside):
+            self._core.give_back(entry)
+        return jobs
+
+    def _now_clean(self, entry: Entry) -> None:
+        self._clean.add(entry)
+        self._clean_bytes += entry.slot_bytes
+
+    def _not_clean(self, entry: Entry) -> None:
+        if entry in self._clean:
+            self._clean.remove(entry)
+            self._clean_bytes -= entry.slot_bytes
+
+    def _retired(self, entry: Entry, reason: str) -> None:
+        self._not_clean(entry)
+        if reason not in ("evicted", "quota"):
+            return
+        for tier in self.tiers.values():
+            if tier.copy == EVICT and tier.name not in entry.tiers:
+                self._core.counters.add(f"tier.{tier.name}.missed")
+
+    # --- from tiers to host memory ---------------------------------------------------------------------
 
     def load_job(self, promotion: Promotion, deadline_s: float) -> tuple[str, LoadJob]:
         """The job that fills a reserved promotion."""
@@ -121,12 +216,29 @@ class Cascade:
 
     def _stored(self, tier: TierTraffic, entry: Entry, result: JobResult) -> None:
         tier.store_bytes -= entry.payload_offset - entry.slot.offset + entry.payload_length
+        tier.storing.discard(entry)
         if result.ok:
             self._core.in_tier(entry, tier.name)
             self._core.counters.add(f"tier.{tier.name}.stored")
         else:
             self._core.counters.add(f"tier.{tier.name}.store_{result.reason or 'failed'}")
-        self._core.unpin(entry)
+        if tier.copy == EVICT and self._copied_ahead(tier, entry):
+            self._core.give_back(entry)
+        else:
+            self._core.unpin(entry)
+
+    def _copied_ahead(self, tier: TierTraffic, entry: Entry) -> bool:
+        """Account for a copy that was made ahead; False if the chunk was used meanwhile, and isn't cold any more."""
+        ahead = self._ahead[entry]
+        ahead.jobs -= 1
+        if not ahead.jobs:
+            del self._ahead[entry]
+            self._ahead_bytes -= entry.slot_bytes
+        if ahead.hits != entry.hits:
+            return False
+        if not ahead.jobs and tier.name in entry.tiers and entry.state is SlotState.COMMITTED:
+            self._now_clean(entry)
+        return True
 
     def _acceptable(self, entry: Entry, result: JobResult) -> ChunkHeader | None:
         """The loaded chunk's header, if it is exactly the chunk that was asked for."""

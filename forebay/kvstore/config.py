@@ -10,6 +10,8 @@ from forebay.errors import ConfigError
 from forebay.kvstore.limits import Limits
 from forebay.kvstore.policies.registry import POLICY_NAMES
 from forebay.kvstore.tenancy import TenantRule
+from forebay.tiers.messages import OptionValue
+from forebay.tiers.rules import TierRule
 
 EXTENT_BYTES_MIN = 1 << 20
 EXTENT_BYTES_MAX = 256 << 20
@@ -23,6 +25,7 @@ class StoreConfig:
     files. `pin_budget` and `retain_budget` are shares of the pool; `lease`, `reservation` and `tier_hang` are
     seconds. `events` and `replay` are ZMQ endpoints, `metrics` a `host:port` for Prometheus. `tenants` are the rules of
     those who have some; `policy` orders each tenant's chunks, and `attention_tokens` tells it what they cost.
+    `tiers` are asked in their order, after the one of `fs`.
     Raises ConfigError if rules can't all be kept, or for a policy that there isn't.
     """
 
@@ -46,8 +49,11 @@ class StoreConfig:
     tenants: Mapping[str, TenantRule] = field(default_factory=dict)
     policy: str = "lru"
     attention_tokens: int = 0
+    tiers: Mapping[str, TierRule] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.fs is not None and "fs" in self.tiers:
+            raise ConfigError("--fs is tier 'fs': leave it out, or give the one in tiers another name")
         if self.policy not in POLICY_NAMES:
             raise ConfigError(f"policy {self.policy!r}: takes one of {', '.join(POLICY_NAMES)}")
         guaranteed = sum(rule.guarantee for rule in self.tenants.values())
@@ -71,6 +77,18 @@ class StoreConfig:
         if size > self.memory:
             raise ConfigError(f"memory {self.memory}: must hold at least one extent of {size} bytes; raise --memory")
         return size
+
+    @property
+    def all_tiers(self) -> dict[str, TierRule]:
+        """Every tier by name, in the order in which they are asked; --fs is one of them."""
+        if self.fs is None:
+            return dict(self.tiers)
+        options: dict[str, OptionValue] = {
+            "directory": str(self.fs.absolute()), "quota_bytes": self.fs_quota, "fsync": self.fsync
+        }  # fmt: skip
+        if self.fs_state_dir is not None:
+            options["state_dir"] = str(self.fs_state_dir.absolute())
+        return {"fs": TierRule("fs", options), **self.tiers}
 
     @property
     def limits(self) -> Limits:

@@ -61,7 +61,7 @@ def _header_of(entry: Entry, tokens: bytes, extra: bytes, checksums: bytes = b""
 
 class StoreCore:
     """All state of a store. Public attributes are for reading; `on_forgotten` is told of namespaces that had to
-    make room for others."""
+    make room for others, `on_retired` of chunks that went out of sight, and why."""
 
     def __init__(
         self,
@@ -81,6 +81,7 @@ class StoreCore:
         self.use = Namespaces(self.limits.namespaces)
         self.namespaces, self.labels = self.use.known, self.use.labels
         self.on_forgotten: Callable[[bytes], None] = lambda namespace_id: None
+        self.on_retired: Callable[[Entry, str], None] = lambda entry, reason: None
         self.removed: OrderedDict[EntryId, str] = OrderedDict()
         self.policies = Policies(policy, ChunkLineage(self.table, self.namespaces))
         self.place = Placement(
@@ -409,6 +410,14 @@ class StoreCore:
         if entry.pins == 0:
             self.place.released(entry)
 
+    def give_back(self, entry: Entry) -> None:
+        """As `unpin`, but it wasn't used: it is the first to go."""
+        if entry.pins == 1 and entry.state is not SlotState.RETIRED:
+            entry.pins = 0
+            self.place.returned(entry)
+        else:
+            self.unpin(entry)
+
     def lease(self, client: Client, entries: list[Entry], *, hit: int = 0, lease_s: float = 0.0) -> int:
         """Pin entries for a client in one step; returns the lease's id, 0 if it may hold no more.
 
@@ -545,6 +554,7 @@ class StoreCore:
         entry.state = SlotState.RETIRED
         self.counters.add(f"host.removed_{reason}")
         self.removed[entry.id] = reason
+        self.on_retired(entry, reason)
         while len(self.removed) > self.limits.removed_remembered:
             self.removed.popitem(last=False)
         if entry.announced:

@@ -38,6 +38,7 @@ from forebay.kvstore.policies.registry import PolicyChoice
 from forebay.kvstore.readopt import readopt
 from forebay.kvstore.server import Connection
 from forebay.kvstore.service import StoreService
+from forebay.tiers.rules import TierRule
 
 log = logging.getLogger(__name__)
 
@@ -225,34 +226,25 @@ class Daemon:
     # --- parts -----------------------------------------------------------------------------------------
 
     async def _start_tiers(self, service: StoreService, pool: PoolFiles) -> None:
-        if self.config.fs is None:
-            return
-        options: dict[str, str | int] = {
-            "directory": str(self.config.fs.absolute()),
-            "quota_bytes": self.config.fs_quota,
-            "fsync": self.config.fsync,
-        }
-        if self.config.fs_state_dir is not None:
-            options["state_dir"] = str(self.config.fs_state_dir.absolute())
-        await self._start_tier(service, pool, "fs", "fs", options)
+        for name, rule in self.config.all_tiers.items():
+            await self._start_tier(service, pool, name, rule)
 
-    async def _start_tier(
-        self, service: StoreService, pool: PoolFiles, name: str, kind: str, options: dict[str, str | int]
-    ) -> None:
-        from forebay.tiers.host import TierHost
+    async def _start_tier(self, service: StoreService, pool: PoolFiles, name: str, rule: TierRule) -> None:
+        from forebay.tiers.host import HostLimits, TierHost
         from forebay.tiers.supervise import Patience
 
         owner = self._random(16)
         tier = TierHost(
-            name, kind, options,
+            name, rule.kind, rule.options,
             on_finished=lambda results: service.finished(name, results),
             on_changes=lambda changes: service.changed(name, changes),
             lock_fd=service.locks.create(owner),
+            limits=HostLimits(rule.store_queue, rule.load_queue),
             patience=Patience(hang_s=self.config.tier_hang, heartbeat_s=min(2.0, self.config.tier_hang / 4)),
         )  # fmt: skip
         await tier.start(dict(pool.descriptors))
         service.tiers[name] = tier
-        service.cascade.tiers[name] = TierTraffic(name, owner)
+        service.cascade.tiers[name] = TierTraffic(name, owner, rule.copy, rule.pinned_share)
         for namespace_id, encoded in ((n, e) for e in pool.saved_namespaces() for n in [decode_namespace(e).id]):
             tier.note_namespace(namespace_id, encoded)
 

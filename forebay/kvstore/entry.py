@@ -43,10 +43,10 @@ class Entry:
     """A chunk in the pool, from its reservation to its removal. Owned and mutated by the core alone.
 
     `pins` counts whoever needs the bytes to stay (leases, cascade jobs, verification); only an entry with
-    none is known to the eviction policy. `verified` is false for an adopted chunk that hasn't been read yet.
-    `replaces` is the key of the shorter chunk that this one grew out of. `tiers` are those that have it, a set that
-    entries share. `account` is whose bytes its slot counts among, `note`
-    what the eviction policy keeps of it, `order`, `older` and `newer` are its place in one.
+    none is known to the eviction policy. `hits` are lookups that it served, where a tier wants to know.
+    `verified` is false for an adopted chunk that hasn't been read yet. `replaces` is the key of the shorter chunk that
+    this one grew out of. `tiers` are those that have it, a set that entries share. `account` is whose bytes its slot
+    counts among, `note` what the eviction policy keeps of it, `order`, `older` and `newer` are its place in one.
     """
 
     namespace: bytes
@@ -67,6 +67,7 @@ class Entry:
     announced: bool = False
     pins: int = 0
     stamp: int = 0
+    hits: int = 0
     replaces: bytes = b""
     account: Account | None = None
     note: object = field(default=None, repr=False)

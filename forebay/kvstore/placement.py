@@ -31,10 +31,6 @@ EXTENTS_TRIED = 4
 """Of how many of the coldest extents it is looked up what would go with them."""
 
 
-EXTENTS_TRIED = 4
-"""Of how many of the coldest extents it is looked up what would go with them."""
-
-
 @dataclass(frozen=True, slots=True)
 class Loss:
     """What would be evicted for a requester: `victim` and what goes with it, deepest chunks first. `price` bytes of its
@@ -300,6 +296,22 @@ class Placement:
         account = self._account(entry)
         account.offer(entry, kept=entry in self.kept)
         self.accounts.active(account)
+
+    def returned(self, entry: Entry) -> None:
+        """Nobody pins `entry` any more, and nobody has used it: it is the first to go, if it may go at all."""
+        self.busy[entry.slot.extent] -= 1
+        account = self._account(entry)
+        account.offer(entry, kept=entry in self.kept)
+        account.policy.demote(entry)
+
+    def coldest(self) -> Entry | None:
+        """What goes next if room is needed for no slot size and no tenant in particular, as far as that can be said."""
+        free = [*self.accounts.beyond_quota(), *self.accounts.dormant(self.slots.total_bytes)]
+        for account in (*free, *self.accounts.highest_first()):
+            entry = account.coldest()
+            if entry is not None:
+                return entry
+        return None
 
     def pinned(self, entry: Entry) -> None:
         """Somebody needs `entry`: it can't be evicted."""

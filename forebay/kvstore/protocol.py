@@ -156,6 +156,33 @@ class Found(Message, frozen=True):
     wants: int = -1
 
 
+class Warm(Message, frozen=True):
+    """Bring chunks into memory from whatever tier has them, for whoever asks for them next. Nothing stays pinned.
+
+    `keys` (joined) are those at the ends of whole chunks of one chain, from its `root` on: no tokens are needed. The
+    answer comes when all that is needed is there, or after `deadline_ms`; what is then under way still comes.
+    """
+
+    rid: int
+    namespace: bytes
+    root: bytes
+    keys: bytes
+    deadline_ms: int
+    extra: bytes = b""
+    tenant: str = ""
+
+
+class Warmed(Message, frozen=True):
+    """How many tokens from the chain's beginning memory can serve now, and of how many each tier brought something;
+    `pending`: more is under way."""
+
+    rid: int
+    boot: bytes
+    hit: int
+    from_tier: dict[str, int]
+    pending: bool
+
+
 class Join(Message, frozen=True):
     """Hold leases of this connection's group as well, or renew one's own; `lease_ms` as in Lookup.
 
@@ -514,11 +541,11 @@ class Cleared(Message, frozen=True):
 
 
 Request = Union[
-    Hello, GetExtents, Register, Lookup, Join, Release, Damaged, Reserve, Commit, Abort,
+    Hello, GetExtents, Register, Lookup, Warm, Join, Release, Damaged, Reserve, Commit, Abort,
     Pin, Unpin, Touch, GetStats, WhatIf, List, Explain, Check, Clear,
 ]  # fmt: skip
 Reply = Union[
-    Welcome, Extents, Registered, Refused, Found, Joined, Reserved, Committed, Kept,
+    Welcome, Extents, Registered, Refused, Found, Warmed, Joined, Reserved, Committed, Kept,
     Stats, Foreseen, Rows, Explained, Checked, Cleared,
 ]  # fmt: skip
 

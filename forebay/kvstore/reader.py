@@ -14,6 +14,13 @@ from forebay.kvstore.lookup import Match, Pinned, Prompt, match, offer, pin, pro
 from forebay.tiers.base import LoadJob, LookupResult, Query, StoreJob
 
 TIER_ANSWER_S_MAX = 1.0
+PLANS_MAX = 4
+"""How often a lookup plans anew after loads that failed, within its deadline."""
+
+NO_HIT = LookupResult("miss")
+
+Refused = set[tuple[str, int, bytes]]
+"""What a tier offered and could not bring: (tier, group, key)."""
 
 
 class TierHandle(Protocol):
@@ -67,7 +74,7 @@ class Reader:
         held: list[Entry] = []
         try:
             if deadline_ms > 0 and self._tiers and found.hit() < prompt.longest:
-                await self._promote(found, until, loads, held)
+                await self._promote_all(found, until, loads, held)
             await self._verify(prompt)
             pending = any(not load.done for load in loads)
             if not wanted():
@@ -77,9 +84,24 @@ class Reader:
         finally:
             self._let_go(loads, held)
 
-    async def _promote(self, found: Match, until: float, loads: list[Load], held: list[Entry]) -> None:
-        """Start and await the loads of the best length. What it pins is in `loads` and `held` at once, so
-        that the caller lets go of it whatever happens."""
+    async def _promote_all(self, found: Match, until: float, loads: list[Load], held: list[Entry]) -> None:
+        """Start and await the loads of the best length; of the next best, if a tier can't keep what it said. What this
+        pins is in `loads` and `held` at once, so that the caller lets go of it whatever happens."""
+        refused: Refused = set()
+        for _ in range(PLANS_MAX):
+            new = await self._promote(found, until, loads, held, refused)
+            failed = {(load.tier, load.entry.group, load.entry.key) for load in new if load.done and not load.ok}
+            if not failed or asyncio.get_running_loop().time() >= until:
+                return
+            refused |= failed
+            found = match(self._core, found.prompt)
+            if found.hit() >= found.prompt.longest:
+                return
+
+    async def _promote(
+        self, found: Match, until: float, loads: list[Load], held: list[Entry], refused: Refused
+    ) -> list[Load]:
+        """One plan: ask the tiers, load, wait. Returns its loads; those that have not ended are still under way."""
         loop = asyncio.get_running_loop()
         for name, tier in self._tiers.items():
             asked = queries(found)
@@ -88,8 +110,13 @@ class Reader:
                 break
             timeout = min(max(until - loop.time(), 0), TIER_ANSWER_S_MAX)
             self._core.counters.add(f"tier.{name}.asked", len(missing))
-            results = await tier.lookup([query for _, query in missing], timeout)
-            nonsense = offer(found, name, [place for place, _ in missing], results)
+            places = [place for place, _ in missing]
+            answers = await tier.lookup([query for _, query in missing], timeout)
+            results = [
+                NO_HIT if (name, group, answer.key) in refused else answer
+                for (group, _), answer in zip(places, answers, strict=True)
+            ]
+            nonsense = offer(found, name, places, results)
             if nonsense:
                 self._core.counters.add(f"tier.{name}.impossible_answers", nonsense)
         # The table may have changed while tiers answered.
@@ -100,15 +127,18 @@ class Reader:
         held.extend(plan.held)
         jobs = [self._cascade.load_job(new, until - loop.time()) for new in plan.new]
         wanted = [new.entry for new in plan.new] + plan.running
-        loads.extend(self._cascade.loading[entry] for entry in wanted if entry in self._cascade.loading)
-        for load in loads:
+        started = [self._cascade.loading[entry] for entry in wanted if entry in self._cascade.loading]
+        new_loads = [load for load in started if load not in loads]
+        loads.extend(new_loads)
+        for load in new_loads:
             load.waiters += 1
             self._arrivals.setdefault(load, asyncio.Event())
         for name, tier in self._tiers.items():
             batch = [job for job_tier, job in jobs if job_tier == name]
             if batch:
                 tier.load(batch)
-        await self._wait(loads, until)
+        await self._wait(started, until)
+        return started
 
     async def _wait(self, loads: list[Load], until: float) -> None:
         for load in loads:

@@ -13,13 +13,21 @@ from forebay.errors import RequestRefused
 from forebay.ipc.sockets import DESCRIPTORS_MAX
 from forebay.kvstore import report, tenant_report
 from forebay.kvstore.announce import Announcer
-from forebay.kvstore.cascade import Cascade
+from forebay.kvstore.cascade import Cascade, Jobs
 from forebay.kvstore.core import Client, StoreCore
 from forebay.kvstore.demand import Demand
 from forebay.kvstore.entry import Entry
 from forebay.kvstore.extents import ClientLocks, PoolFiles
 from forebay.kvstore.header import SlotState
-from forebay.kvstore.identity import KEY_BYTES, MATCH_UNIT, chunk_key, chunk_keys, decode_namespace, encode_namespace
+from forebay.kvstore.identity import (
+    KEY_BYTES,
+    MATCH_UNIT,
+    Namespace,
+    chunk_key,
+    chunk_keys,
+    decode_namespace,
+    encode_namespace,
+)
 from forebay.kvstore.layout import check_shard
 from forebay.kvstore.lookup import Pinned, Prompt, match
 from forebay.kvstore.promises import Promises, checked_retention
@@ -58,6 +66,8 @@ from forebay.kvstore.protocol import (
     Stats,
     Touch,
     Unpin,
+    Warm,
+    Warmed,
     Welcome,
     WhatIf,
 )
@@ -158,6 +168,8 @@ class StoreService:
         match request:
             case Lookup():
                 return self._lookup(connection, client, request)
+            case Warm():
+                return self._warm(connection, client, request)
             case Reserve():
                 return self._reserve(client, request)
             case Commit():
@@ -229,9 +241,7 @@ class StoreService:
 
     def _prompt(self, request: Lookup | Explain, limit: int) -> Prompt:
         """The question of a request, checked. Raises RequestRefused."""
-        namespace = self.core.namespaces.get(request.namespace)
-        if namespace is None:
-            raise RequestRefused("namespace", f"namespace {request.namespace.hex()[:16]} isn't registered here")
+        namespace = self._namespace(request.namespace)
         if len(request.tokens) > 4 * LOOKUP_TOKENS_MAX or len(request.extra) > EXTRA_BYTES_MAX:
             raise RequestRefused("limits", f"a lookup has at most {LOOKUP_TOKENS_MAX} tokens")
         if isinstance(request, Lookup) and len(request.tenant.encode()) > TENANT_BYTES_MAX:
@@ -270,6 +280,33 @@ class StoreService:
         )
         return self._found(request, prompt, pinned, origins, pending)
 
+    async def _warm(self, connection: Connection, client: Client, request: Warm) -> Warmed:
+        namespace = self._namespace(request.namespace)
+        tokens = len(request.keys) // KEY_BYTES * namespace.chunk_tokens
+        if len(request.keys) % KEY_BYTES or tokens > LOOKUP_TOKENS_MAX or len(request.extra) > EXTRA_BYTES_MAX:
+            limits = f"a chain to warm has 32-byte keys, of at most {LOOKUP_TOKENS_MAX} tokens in all"
+            raise RequestRefused("limits", limits)
+        if len(request.root) != KEY_BYTES or len(request.tenant.encode()) > TENANT_BYTES_MAX:
+            raise RequestRefused("limits", f"a chain begins at a key of {KEY_BYTES} bytes")
+        # What the tokens are isn't known, so tiers answer for the exact keys alone.
+        prompt = Prompt(
+            request.namespace, namespace, request.root, bytes(4 * tokens), request.keys, tokens, request.extra,
+            tenant=request.tenant,
+        )  # fmt: skip
+        pinned, origins, pending = await self.reader.lookup(
+            client, prompt, request.deadline_ms, lambda: not connection.closed
+        )
+        self.core.release(client, [pinned.lease])
+        self.core.counters.add("store.warms")
+        brought = _tokens_by_tier(prompt, pinned, origins)
+        return Warmed(rid=request.rid, boot=self.boot, hit=pinned.hit, from_tier=brought, pending=pending)
+
+    def _namespace(self, namespace_id: bytes) -> Namespace:
+        namespace = self.core.namespaces.get(namespace_id)
+        if namespace is None:
+            raise RequestRefused("namespace", f"namespace {namespace_id.hex()[:16]} isn't registered here")
+        return namespace
+
     def _found(
         self, request: Lookup, prompt: Prompt, pinned: Pinned, origins: dict[Entry, str], pending: bool
     ) -> Found:
@@ -279,13 +316,9 @@ class StoreService:
         if self.core.policies.observes:
             size, now = prompt.namespace.chunk_tokens, self.core.clock()
             asyncio.get_running_loop().call_soon(self.core.policies.looked_up, prompt.keys, pinned.entries, now, size)
-        from_tier: dict[str, int] = {}
-        counted: set[int] = set()
-        for entry in pinned.entries:
-            if entry in origins and entry.start not in counted:
-                counted.add(entry.start)
-                tokens = min(prompt.namespace.chunk_tokens, pinned.hit - entry.start)
-                from_tier[origins[entry]] = from_tier.get(origins[entry], 0) + tokens
+        if self.cascade.counts_hits:
+            asyncio.get_running_loop().call_soon(self._hit, pinned.entries)
+        from_tier = _tokens_by_tier(prompt, pinned, origins)
         chunks = [
             ChunkRead(
                 entry.group, entry.start, entry.token_count, entry.slot.extent, entry.slot.offset,
@@ -299,9 +332,7 @@ class StoreService:
         )  # fmt: skip
 
     def _reserve(self, client: Client, request: Reserve) -> Reserved:
-        namespace = self.core.namespaces.get(request.namespace)
-        if namespace is None:
-            raise RequestRefused("namespace", f"namespace {request.namespace.hex()[:16]} isn't registered here")
+        namespace = self._namespace(request.namespace)
         if len(request.chunks) > BATCH_ITEMS_MAX or len(request.tenant.encode()) > TENANT_BYTES_MAX:
             limits = f"at most {BATCH_ITEMS_MAX} chunks a batch, tenant ids of {TENANT_BYTES_MAX} bytes"
             raise RequestRefused("limits", limits)
@@ -344,9 +375,16 @@ class StoreService:
         return Committed(rid=request.rid, boot=self.boot, committed=committed)
 
     def spread(self, entry: Entry) -> None:
-        """Copy a committed chunk to all tiers that lack it."""
-        for name, job in self.cascade.store_jobs(entry):
+        """Copy a committed chunk to the tiers that want it now, and what it may displace to those that want that."""
+        self._give(self.cascade.store_jobs(entry))
+        self._give(self.cascade.copy_ahead())
+
+    def _give(self, jobs: Jobs) -> None:
+        for name, job in jobs:
             self.tiers[name].store([job])
+
+    def _hit(self, entries: Sequence[Entry]) -> None:
+        self._give(self.cascade.hit(entries))
 
     def _damaged(self, request: Damaged) -> None:
         for group, key in request.chunks:
@@ -449,7 +487,7 @@ class StoreService:
             load = self.cascade.finished(tier, result)
             if load is not None:
                 self.reader.arrived(load)
-                if load.ok and len(self.tiers) > 1:
+                if load.ok:
                     self.spread(load.entry)
 
     def changed(self, tier: str, changes: Sequence[TierChange]) -> None:
@@ -476,6 +514,20 @@ class StoreService:
         until = loop.time() + timeout_s
         while self.cascade.busy and loop.time() < until:
             await asyncio.sleep(0.02)
+
+
+def _tokens_by_tier(prompt: Prompt, pinned: Pinned, origins: dict[Entry, str]) -> dict[str, int]:
+    """Tokens of a hit that tiers had to bring, by tier; a position that several groups lacked counts once."""
+    from_tier: dict[str, int] = {}
+    if not origins:
+        return from_tier
+    counted: set[int] = set()
+    for entry in pinned.entries:
+        if entry in origins and entry.start not in counted:
+            counted.add(entry.start)
+            tokens = min(prompt.namespace.chunk_tokens, pinned.hit - entry.start)
+            from_tier[origins[entry]] = from_tier.get(origins[entry], 0) + tokens
+    return from_tier
 
 
 def _plain(label: str) -> str:

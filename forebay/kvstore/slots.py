@@ -128,6 +128,11 @@ class SlotAllocator:
         self._uncut.add(extent.id)
 
     @property
+    def free_bytes(self) -> int:
+        """Bytes of free slots and of extents that aren't cut."""
+        return sum(len(e.free) * e.slot_bytes if e.slot_bytes else e.size for e in self.extents.values())
+
+    @property
     def used_bytes(self) -> int:
         """Bytes of slots in use."""
         return sum(extent.used * extent.slot_bytes for extent in self.extents.values())

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ import httpx
 
 from forebay.errors import StoreError
 from forebay.kvstore.client import StoreClient
+from forebay.parent import PARENT_VARIABLE
 
 START_S = 120.0
 SETTLE_S = 30.0
@@ -56,6 +58,8 @@ class Process:
     def start(self) -> Process:
         """Start it in a process group of its own."""
         environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1"}
+        if threading.current_thread() is threading.main_thread():
+            environment[PARENT_VARIABLE] = str(os.getpid())  # an interrupted test run leaves nothing behind
         with open(self.log, "ab") as out:
             self.popen = subprocess.Popen(
                 [sys.executable, "-m", "forebay", *self.arguments],

@@ -49,6 +49,8 @@ J = TypeVar("J", StoreJob, LoadJob)
 LOOK_S = 0.02
 """How often a tier that calls no waker is asked while something is open."""
 OPEN_LOOKUPS_MAX = 1024
+EXCEPTIONS_MAX = 8
+"""Calls in a row that raise: then the tier is switched off. Its process ends; the next one comes later each time."""
 
 
 @dataclass(slots=True)
@@ -70,7 +72,7 @@ class TierService:
         self._maps: dict[int, tuple[mmap.mmap, memoryview]] = {}
         self._open_jobs: set[int] = set()
         self._lookups: list[_OpenLookup] = []
-        self._exceptions = 0
+        self._exceptions = self._in_a_row = 0
         self._stray_results = 0
         # A tier that keeps the default never calls the waker, so it has to be asked.
         self._must_ask = type(tier).set_waker is SecondaryTier.set_waker
@@ -106,15 +108,25 @@ class TierService:
     def _guard(self, what: str, call: Callable[[], T]) -> T | None:
         """Call into the tier; an exception is logged and counted, and gives None."""
         try:
-            return call()
+            answer = call()
         except TierFailed as error:
             log.error("tier %s: %s", self._tier.name, error)
             self.failed = self.stopping = True
             return None
         except Exception:
-            self._exceptions += 1
             log.exception("tier %s: %s failed", self._tier.name, what)
+            self._raised()
             return None
+        if what == "lookup":  # the others say little about a tier that raises whenever it is given work
+            self._in_a_row = 0
+        return answer
+
+    def _raised(self) -> None:
+        self._exceptions += 1
+        self._in_a_row += 1
+        if self._in_a_row >= EXCEPTIONS_MAX and not self.stopping:
+            log.error("tier %s raised %d times in a row: it is switched off for now", self._tier.name, self._in_a_row)
+            self.failed = self.stopping = True
 
     def _attach(self, extents: Sequence[int]) -> None:
         for extent in extents:
@@ -150,10 +162,12 @@ class TierService:
                     raise ValueError(f"job {job} is outside of the attached extents")
                 submit(job)
             except Exception:
-                self._exceptions += 1
                 log.exception("tier %s refused a job", self._tier.name)
+                self._raised()
                 self._open_jobs.discard(job.id)
                 failed.append(JobResult(job.id, False, "io"))
+            else:
+                self._in_a_row = 0
         if failed:
             self._link.send(Finished(failed))
 

@@ -8,7 +8,16 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from forebay.errors import AlreadyRunning, ConfigError, ForebayError, NoSpace, NotWritable, OtherVersion, ResourceError
+from forebay.errors import (
+    AlreadyRunning,
+    ConfigError,
+    ForebayError,
+    NoSpace,
+    NotWritable,
+    OtherVersion,
+    ResourceError,
+    TierUnavailable,
+)
 from forebay.tiers.channel import Channel
 from forebay.tiers.child import Child
 from forebay.tiers.messages import FromTier, GetTierStats, Start, Started, StartFailed, Stop
@@ -17,7 +26,8 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_RID = 0
 START_ERRORS: dict[str, type[ForebayError]] = {
-    kind.__name__: kind for kind in (ConfigError, AlreadyRunning, NoSpace, NotWritable, OtherVersion, ResourceError)
+    kind.__name__: kind
+    for kind in (ConfigError, AlreadyRunning, NoSpace, NotWritable, OtherVersion, TierUnavailable, ResourceError)
 }
 
 
@@ -88,9 +98,14 @@ class Supervisor:
         return self._child.pid if self._child else None
 
     async def start(self) -> None:
-        """Start the first process and keep one running from then on. Raises what the tier says if it can't."""
-        await self._spawn()
+        """Start the first process and keep one running from then on. Raises what the tier says if it can't, unless
+        that is TierUnavailable: then it is tried again, later each time."""
         name = self._start_message.name
+        try:
+            await self._spawn()
+        except TierUnavailable as error:
+            self.counts["start_failures"] += 1
+            log.error("tier %s can't start yet: %s", name, error)
         self._tasks = [
             asyncio.create_task(self._keep_running(), name=f"tier {name}: keep running"),
             asyncio.create_task(self._watch(), name=f"tier {name}: watch"),
@@ -140,12 +155,13 @@ class Supervisor:
     async def _keep_running(self) -> None:
         backoff = self._patience.backoff_first_s
         while True:
-            assert self._child is not None
-            since = self._clock()
-            await self._child.dead.wait()
-            await self._lost(f"process {self._child.pid} ended with status {self._child.returncode}")
-            if self._clock() - since > 2 * self._patience.backoff_max_s:
-                backoff = self._patience.backoff_first_s
+            if self.up:
+                assert self._child is not None
+                since = self._clock()
+                await self._child.dead.wait()
+                await self._lost(f"process {self._child.pid} ended with status {self._child.returncode}")
+                if self._clock() - since > 2 * self._patience.backoff_max_s:
+                    backoff = self._patience.backoff_first_s
             while not self.up:
                 await self._sleep(backoff)
                 backoff = min(backoff * 2, self._patience.backoff_max_s)

@@ -26,6 +26,7 @@ from forebay.kvstore.service import StoreService
 from forebay.tiers.child import Child
 from forebay.tiers.host import DEFAULT_PATIENCE, TierHost
 from forebay.tiers.process import TierProcess
+from forebay.tiers.rules import TierRule
 from forebay.tiers.supervise import Patience
 from tests.kvstore.running import prompt_of
 
@@ -103,23 +104,21 @@ class InProcessDaemon(Daemon):
         self.child: ThreadChild | None = None
         self.ready = asyncio.Event()
 
-    async def _start_tier(
-        self, service: StoreService, pool: PoolFiles, name: str, kind: str, options: dict[str, str | int]
-    ) -> None:
+    async def _start_tier(self, service: StoreService, pool: PoolFiles, name: str, rule: TierRule) -> None:
         def new_child(lock_fd: int | None) -> Child:
             self.child = ThreadChild(lock_fd)
             return self.child
 
         owner = os.urandom(16)
         tier = TierHost(
-            name, kind, options,
+            name, rule.kind, rule.options,
             on_finished=lambda results: service.finished(name, results),
             on_changes=lambda changes: service.changed(name, changes),
             lock_fd=service.locks.create(owner), patience=self.patience, new_child=new_child,
         )  # fmt: skip
         await tier.start(dict(pool.descriptors))
         service.tiers[name] = tier
-        service.cascade.tiers[name] = TierTraffic(name, owner)
+        service.cascade.tiers[name] = TierTraffic(name, owner, rule.copy, rule.pinned_share)
 
     async def _serve(self, listener: socket.socket | None, service: StoreService) -> asyncio.AbstractServer:
         self.service = service

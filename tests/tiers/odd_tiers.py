@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from forebay.errors import NoSpace
+from forebay.errors import NoSpace, TierUnavailable
 from forebay.tiers.base import ChunkId, JobResult, LoadJob, LookupResult, Query, StoreJob
 from forebay.tiers.errors import TierFailed
 from forebay.tiers.memory import MemoryTier
@@ -111,3 +111,19 @@ class Chatty(Plain):
     def get_finished_jobs(self) -> Iterable[JobResult]:
         results = list(super().get_finished_jobs())
         return [*results, *results, JobResult(123_456, True)] if results else []
+
+
+class Absent(Plain):
+    """Its server isn't there until the file `there` is."""
+
+    def __init__(self, name: str, options: Mapping[str, object]) -> None:
+        if not os.path.exists(str(options["there"])):
+            raise TierUnavailable("nobody answers on port 1")
+        super().__init__(name, {})
+
+
+class Broken(Plain):
+    """Takes stores, and offers what it can't bring."""
+
+    def submit_load(self, job: LoadJob) -> None:
+        self._finished.append(JobResult(job.id, False, "io"))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal, TypeVar
 
 from forebay.kvstore.client.session import Session
-from forebay.kvstore.protocol import Clear, Cleared, Join, Joined, Kept, Part, Pin, Release, Touch, Unpin
+from forebay.kvstore.protocol import Clear, Cleared, Join, Joined, Kept, Part, Pin, Release, Touch, Unpin, Warm, Warmed
 
 R = TypeVar("R")
 
@@ -43,6 +43,23 @@ class PromiseCalls(ABC):
     def release_chunks(self, lease: int, chunks: Sequence[int]) -> None:
         """Give chunks of a lease back, by their places in the answer that gave it; the rest stays promised."""
         self._tell(Release(leases=[], parts=[Part(lease, list(chunks))]))
+
+    async def warm(
+        self,
+        namespace_id: bytes,
+        root: bytes,
+        keys: bytes,
+        *,
+        deadline_ms: int,
+        extra: bytes = b"",
+        tenant: str = "",
+    ) -> Warmed:
+        """Bring whole chunks of a chain, by their `keys` (`identity.chunk_keys`), from tiers into memory."""
+        rid = self._session.rid()
+        message = Warm(
+            rid=rid, namespace=namespace_id, root=root, keys=keys, deadline_ms=deadline_ms, extra=extra, tenant=tenant
+        )  # fmt: skip
+        return await self._call(rid, message, Warmed)
 
     async def pin(
         self, chunks: Sequence[tuple[int, bytes]], *, kind: Literal["soft", "hard"], by: str, ttl_s: float

@@ -25,6 +25,7 @@ from forebay.kvstore.protocol import (
     Rows,
     Slot,
     Stats,
+    Warmed,
     Written,
 )
 
@@ -109,6 +110,22 @@ class StoreClient:
                 tenant=tenant,
             )
         )
+
+    def warm(
+        self,
+        namespace_id: bytes,
+        root: bytes,
+        keys: bytes,
+        *,
+        deadline_ms: int,
+        extra: bytes = b"",
+        tenant: str = "",
+    ) -> Warmed:
+        """As AsyncStoreClient.warm."""
+        warming = self._client.warm(
+            namespace_id, root, keys, deadline_ms=deadline_ms, extra=extra, tenant=tenant
+        )  # fmt: skip
+        return self._run(warming)
 
     def join(self, leases: Sequence[int], *, lease_ms: int = 0) -> Joined:
         """As AsyncStoreClient.join."""

@@ -129,10 +129,11 @@ class SimDaemon(Daemon):
         return adopted
 
     async def _start_tiers(self, service: StoreService, pool: PoolFiles) -> None:
-        for kind in self.node.world.plan.tiers:
-            await self._start_sim_tier(service, pool, kind)
+        plan = self.node.world.plan
+        for kind, copy in zip(plan.tiers, plan.copies, strict=True):
+            await self._start_sim_tier(service, pool, kind, copy)
 
-    async def _start_sim_tier(self, service: StoreService, pool: PoolFiles, name: str) -> None:
+    async def _start_sim_tier(self, service: StoreService, pool: PoolFiles, name: str, copy: str) -> None:
         owner = self._random(16)
         tier = TierHost(
             name, name, {},
@@ -144,7 +145,7 @@ class SimDaemon(Daemon):
         self.process.at_exit.append(lambda: _close_descriptors(tier))
         await tier.start(dict(pool.descriptors))
         service.tiers[name] = tier
-        service.cascade.tiers[name] = TierTraffic(name, owner)
+        service.cascade.tiers[name] = TierTraffic(name, owner, copy)
         for encoded in pool.saved_namespaces():
             tier.note_namespace(decode_namespace(encoded).id, encoded)
 

@@ -10,6 +10,7 @@ from forebay.kvstore.identity import GroupGeometry, Namespace
 from forebay.kvstore.limits import Limits
 from forebay.kvstore.policies.registry import POLICY_NAMES
 from forebay.kvstore.tenancy import TenantRule
+from forebay.tiers.rules import EVICT, SECOND_HIT, WRITE_THROUGH
 
 FAULTS = (
     "network_slow", "network_sliced", "network_small_buffers", "connection_reset",
@@ -40,7 +41,8 @@ BRING_BACK = frozenset(fault for fault in FAULTS if fault.startswith(("daemon_",
 
 @dataclass(frozen=True)
 class Plan:
-    """One seed's world. `faults` are those of FAULTS that may happen; `rate` scales how often."""
+    """One seed's world. `faults` are those of FAULTS that may happen; `rate` scales how often. `copies` says when
+    chunks go to each of `tiers`."""
 
     seed: int
     faults: frozenset[str]
@@ -65,6 +67,7 @@ class Plan:
     readers_verify: bool
     seconds: float
     pause: float
+    copies: tuple[str, ...]
     notes: dict[str, str] = field(default_factory=dict)
 
     def has(self, fault: str) -> bool:
@@ -75,9 +78,10 @@ class Plan:
         """One line for people."""
         groups = "+".join(f"{g.kind}{g.window or ''}" for g in self.namespaces[0].groups)
         faults = ", ".join(sorted(self.faults)) or "none"
+        tiers = ", ".join(f"{kind} ({copy})" for kind, copy in zip(self.tiers, self.copies, strict=True)) or "none"
         return (
             f"{self.nodes} daemons x {self.extents} extents of {self.extent_bytes >> 10} KiB, {self.workers} workers, "
-            f"tiers {','.join(self.tiers) or 'none'}, {self.subscribers} subscribers, {self.tenants} tenants, "
+            f"tiers {tiers}, {self.subscribers} subscribers, {self.tenants} tenants, "
             f"policy {self.policy}, groups {groups}, chunks of {self.namespaces[0].chunk_tokens}; faults: {faults}"
         )
 
@@ -127,6 +131,7 @@ def draw_plan(seed: int) -> Plan:
         readers_verify=readers_verify,
         seconds=rng.choice((0.7, 1.0, 1.5)),
         pause=rng.choice((0.5, 1.0, 2.0)),
+        copies=tuple(rng.choice((WRITE_THROUGH, WRITE_THROUGH, SECOND_HIT, EVICT)) for _ in tiers),
     )
 
 
