@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
+from forebay.testing.conformance import Driver, Engine, InProcess, MakeDriver, OwnProcess, Pool, TierConformance
 from forebay.tiers.fs.tier import FsTier
 from forebay.tiers.host import TierHost
 from forebay.tiers.memory import MemoryTier
 from forebay.tiers.messages import OptionValue
-from tests.tiers.conformance import MakeDriver, TierConformance
-from tests.tiers.support import Driver, Engine, InProcess, OwnProcess, Pool
 
 
 def drivers(pool: Pool, make: Callable[[int], Engine]) -> Iterator[MakeDriver]:
