@@ -191,12 +191,12 @@ def chain(parent: bytes, tokens: bytes, extra: bytes = b"") -> list[bytes]:
 
 def chunk_keys(root: bytes, tokens: bytes, chunk_tokens: int, extra: bytes = b"") -> bytes:
     """The keys, joined, at the ends of a prompt's chunks: each whole one, and the open one's last whole unit."""
-    size, sha256 = 4 * chunk_tokens, hashlib.sha256
-    whole = len(tokens) // (4 * MATCH_UNIT) * (4 * MATCH_UNIT)
+    size, sha256, domain = 4 * chunk_tokens, hashlib.sha256, _CHUNK_DOMAIN
+    whole = tokens[: len(tokens) // (4 * MATCH_UNIT) * (4 * MATCH_UNIT)]
     suffix = len(extra).to_bytes(4, "little") + extra
     parent, keys = root, []
-    for at in range(0, whole, size):
-        parent = sha256(_CHUNK_DOMAIN + parent + suffix + tokens[at : min(at + size, whole)]).digest()
+    for chunk in [suffix + whole[at : at + size] for at in range(0, len(whole), size)]:
+        parent = sha256(domain + parent + chunk).digest()
         keys.append(parent)
     return b"".join(keys)
 
