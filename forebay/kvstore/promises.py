@@ -13,7 +13,7 @@ from forebay.kvstore.clearing import Prefix, Scope
 from forebay.kvstore.core import Client, StoreCore
 from forebay.kvstore.entry import Entry
 from forebay.kvstore.header import SlotState
-from forebay.kvstore.identity import KEY_BYTES, MATCH_UNIT, chunk_keys
+from forebay.kvstore.identity import KEY_BYTES, MATCH_UNIT, chain, chunk_keys
 from forebay.kvstore.layout import round_down
 from forebay.kvstore.pins import Owner
 from forebay.kvstore.protocol import (
@@ -23,6 +23,8 @@ from forebay.kvstore.protocol import (
     ChunkRead,
     Clear,
     Cleared,
+    Held,
+    Hold,
     Join,
     Joined,
     Kept,
@@ -33,11 +35,12 @@ from forebay.kvstore.protocol import (
     Touch,
     Unpin,
 )
-from forebay.tiers.base import ClearScope
+from forebay.tiers.base import ClearScope, Query
 
-PromiseRequest = Join | Release | Pin | Unpin | Touch | Clear
+PromiseRequest = Hold | Join | Release | Pin | Unpin | Touch | Clear
 NAME_BYTES_MAX = 128
 JOIN_LEASES_MAX = 64
+GROUPS_MAX = 256
 CLEAR_TIER_S = 30.0
 
 
@@ -57,6 +60,8 @@ class Promises:
     def handle(self, client: Client, request: PromiseRequest) -> object | Coroutine[Any, Any, object] | None:
         """The reply to a request of this kind, a coroutine that gives one, or None where there is none."""
         match request:
+            case Hold():
+                return self.hold(client, request)
             case Join():
                 return self.join(client, request)
             case Release():
@@ -72,6 +77,35 @@ class Promises:
                 return self.clear(request)
 
     # --- leases ----------------------------------------------------------------------------------------
+
+    def hold(self, client: Client, request: Hold) -> Held:
+        """Pin the best chunk that memory has for each query, under one lease."""
+        if len(request.queries) > BATCH_ITEMS_MAX or any(not 0 <= q.group < GROUPS_MAX for q in request.queries):
+            raise RequestRefused("limits", f"at most {BATCH_ITEMS_MAX} chunks a batch, of groups below {GROUPS_MAX}")
+        found = [self._best(query) for query in request.queries]
+        self._core.take_out_suspects()
+        entries = list(dict.fromkeys(e for e in found if e is not None and e.state is SlotState.COMMITTED))
+        lease = self._core.lease(client, entries, lease_s=request.lease_ms / 1000)
+        place = {entry: at for at, entry in enumerate(entries)} if lease else {}
+        return Held(
+            rid=request.rid, boot=self._boot, lease=lease, chunks=[chunk_read(entry) for entry in place],
+            places=[-1 if entry is None else place.get(entry, -1) for entry in found],
+        )  # fmt: skip
+
+    def _best(self, query: Query) -> Entry | None:
+        """The chunk of this key; else, on a chain without `extra`, the sibling that shares the most tokens with it."""
+        table = self._core.table
+        best = table.get(query.group, query.key)
+        if best is None or best.state is not SlotState.COMMITTED:
+            best = None
+            unit = query.tokens[: 4 * MATCH_UNIT]
+            if len(unit) == 4 * MATCH_UNIT and query.first == chain(query.parent, unit, b"")[0]:
+                if query.whole:
+                    fronts = table.fronts(query.group, query.parent, query.tokens, b"")
+                    best = fronts[-1] if fronts else None
+                else:
+                    best, _ = table.best_child(query.group, query.parent, query.tokens, b"")
+        return best if best is not None and best.verified else None
 
     def join(self, client: Client, request: Join) -> Joined:
         """Let a connection hold leases of its group, or renew its own."""

@@ -12,6 +12,7 @@ import msgspec
 
 from forebay.ipc.framing import Codec
 from forebay.kvstore.layout import Shard
+from forebay.tiers.base import Query
 
 PROTOCOL_VERSION = 1
 CLIENT_ID_BYTES = 16
@@ -209,6 +210,25 @@ class Joined(Message, frozen=True):
     boot: bytes
     leases: list[Shared]
     lease_ms: int
+
+
+class Hold(Message, frozen=True):
+    """Pin single chunks, as tiers are asked for them: whatever memory has, in any group, whether or not it adds up to a
+    hit. No tier is asked. `lease_ms` as in Lookup. It is how another host's store reads here."""
+
+    rid: int
+    queries: list[Query]
+    lease_ms: int = 0
+
+
+class Held(Message, frozen=True):
+    """The chunks that are pinned under `lease` (0: none), and for each query its place among them, or -1."""
+
+    rid: int
+    boot: bytes
+    lease: int
+    chunks: list[ChunkRead]
+    places: list[int]
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -541,11 +561,11 @@ class Cleared(Message, frozen=True):
 
 
 Request = Union[
-    Hello, GetExtents, Register, Lookup, Warm, Join, Release, Damaged, Reserve, Commit, Abort,
+    Hello, GetExtents, Register, Lookup, Warm, Hold, Join, Release, Damaged, Reserve, Commit, Abort,
     Pin, Unpin, Touch, GetStats, WhatIf, List, Explain, Check, Clear,
 ]  # fmt: skip
 Reply = Union[
-    Welcome, Extents, Registered, Refused, Found, Warmed, Joined, Reserved, Committed, Kept,
+    Welcome, Extents, Registered, Refused, Found, Warmed, Held, Joined, Reserved, Committed, Kept,
     Stats, Foreseen, Rows, Explained, Checked, Cleared,
 ]  # fmt: skip
 

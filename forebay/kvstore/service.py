@@ -51,6 +51,7 @@ from forebay.kvstore.protocol import (
     GetExtents,
     GetStats,
     Hello,
+    Hold,
     Join,
     List,
     Lookup,
@@ -174,7 +175,7 @@ class StoreService:
                 return self._reserve(client, request)
             case Commit():
                 return self._commit(client, request)
-            case Join() | Release() | Pin() | Unpin() | Touch() | Clear():
+            case Hold() | Join() | Release() | Pin() | Unpin() | Touch() | Clear():
                 return self.promises.handle(client, request)
             case Abort():
                 for reservation in request.reservations:

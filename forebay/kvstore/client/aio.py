@@ -34,6 +34,7 @@ from forebay.kvstore.protocol import (
     Found,
     GetExtents,
     GetStats,
+    Held,
     List,
     Lookup,
     NewChunk,
@@ -336,7 +337,7 @@ class AsyncStoreClient(PromiseCalls):
             return
         for descriptor in descriptors:
             os.close(descriptor)
-        if isinstance(reply, Found) and reply.lease:
+        if isinstance(reply, Found | Held) and reply.lease:
             self.release([reply.lease])  # whoever asked has been cancelled: nobody else would let go
 
     def _lost(self, error: ForebayError) -> None:

@@ -7,7 +7,23 @@ from collections.abc import Sequence
 from typing import Literal, TypeVar
 
 from forebay.kvstore.client.session import Session
-from forebay.kvstore.protocol import Clear, Cleared, Join, Joined, Kept, Part, Pin, Release, Touch, Unpin, Warm, Warmed
+from forebay.kvstore.protocol import (
+    Clear,
+    Cleared,
+    Held,
+    Hold,
+    Join,
+    Joined,
+    Kept,
+    Part,
+    Pin,
+    Release,
+    Touch,
+    Unpin,
+    Warm,
+    Warmed,
+)
+from forebay.tiers.base import Query
 
 R = TypeVar("R")
 
@@ -35,6 +51,14 @@ class PromiseCalls(ABC):
         if any(chunk.extent not in known for shared in joined.leases for chunk in shared.chunks):
             await self.map_extents()
         return joined
+
+    async def hold(self, queries: Sequence[Query], *, lease_ms: int) -> Held:
+        """Pin single chunks that memory has, as a tier is asked for them; see `protocol.Hold`."""
+        rid = self._session.rid()
+        held = await self._call(rid, Hold(rid=rid, queries=list(queries), lease_ms=lease_ms), Held)
+        if any(chunk.extent not in self._session.pool.views for chunk in held.chunks):
+            await self.map_extents()
+        return held
 
     def release(self, leases: Sequence[int]) -> None:
         """Give leases back. Silent on a lost connection: they ended with it."""

@@ -18,6 +18,7 @@ from forebay.kvstore.protocol import (
     Explained,
     Foreseen,
     Found,
+    Held,
     Joined,
     Kept,
     NewChunk,
@@ -28,6 +29,7 @@ from forebay.kvstore.protocol import (
     Warmed,
     Written,
 )
+from forebay.tiers.base import Query
 
 R = TypeVar("R")
 
@@ -130,6 +132,10 @@ class StoreClient:
     def join(self, leases: Sequence[int], *, lease_ms: int = 0) -> Joined:
         """As AsyncStoreClient.join."""
         return self._run(self._client.join(leases, lease_ms=lease_ms))
+
+    def hold(self, queries: Sequence[Query], *, lease_ms: int) -> Held:
+        """As AsyncStoreClient.hold."""
+        return self._run(self._client.hold(queries, lease_ms=lease_ms))
 
     def release(self, leases: Sequence[int]) -> None:
         """Give leases back."""
