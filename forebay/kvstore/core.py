@@ -27,10 +27,10 @@ from forebay.kvstore.departures import Departures
 from forebay.kvstore.entry import Entry, EntryId, SlotRef
 from forebay.kvstore.facts import Counters, HostFact, PoolMemory
 from forebay.kvstore.header import ChunkHeader, SlotState, encode_header, header_bytes
-from forebay.kvstore.identity import Namespace
+from forebay.kvstore.identity import Namespace, party_of
 from forebay.kvstore.index import ChunkTable
 from forebay.kvstore.layout import extends, granule_count, needed_from, needs_all, payload_bytes
-from forebay.kvstore.leases import Client, Hold, Leases, Reservation
+from forebay.kvstore.leases import Client, Hold, Leases, Reservation, SharedWrite
 from forebay.kvstore.limits import Limits
 from forebay.kvstore.lineage import ChunkLineage
 from forebay.kvstore.namespaces import Namespaces
@@ -99,6 +99,7 @@ class StoreCore:
         # Ids of leases and reservations don't come again after a restart: an old one must not match a new one.
         self._serial = first_generation
         self._reservations: Deadlines[Reservation] = Deadlines()
+        self._shared_writes: dict[Entry, SharedWrite] = {}
         self._departures = Departures(self)
         self._shared: dict[Any, Any] = {}
 
@@ -110,6 +111,11 @@ class StoreCore:
     @property
     def quarantined_bytes(self) -> int:
         return self._departures.quarantined_bytes
+
+    @property
+    def quarantined_slots(self) -> int:
+        """How many slots are in quarantine, whoever may be writing into them."""
+        return self._departures.slots
 
     @property
     def generation(self) -> int:
@@ -151,16 +157,24 @@ class StoreCore:
     # --- writing ---------------------------------------------------------------------------------------
 
     def reserve(
-        self, client: Client, namespace_id: bytes, tenant: str, chunk: NewChunk, *, retain_s: float = 0.0
+        self,
+        client: Client,
+        namespace_id: bytes,
+        tenant: str,
+        chunk: NewChunk,
+        *,
+        retain_s: float = 0.0,
+        writers: int = 1,
     ) -> Slot:
         """A slot that `client` may write this chunk into, or why not.
 
-        With `retain_s` the chunk is retained for its tenant so long, also if it is here already.
+        With `retain_s` the chunk is retained for its tenant so long, also if it is here already. With several
+        `writers` so many connections of the client's group reserve it, get the same slot, and write a part each.
         """
         namespace = self.namespaces[namespace_id]
         known = self.table.get(chunk.group, chunk.key)
         if known is not None and known.state is not SlotState.COMMITTED:
-            return Slot("busy")
+            return self._join_write(client, known, writers, retain_s)
         if known is None and extends(namespace.groups[chunk.group]):
             known = self._covering(chunk)
         if known is not None:
@@ -172,17 +186,36 @@ class StoreCore:
         taken = self.reserved_bytes + self.quarantined_bytes
         if not self._within(taken, self.limits.reserved_share, namespace, chunk):
             return self._refuse("full")
-        entry = self._new_entry(namespace, namespace_id, tenant, chunk, SlotState.RESERVED, client.id)
+        owner = client.id if writers == 1 else party_of(client.group)
+        entry = self._new_entry(namespace, namespace_id, tenant, chunk, SlotState.RESERVED, owner)
         if entry is None:
             return self._refuse("full")
-        self._serial += 1
-        reservation = client.reservations[self._serial] = Reservation(self._serial, client, entry, retain_s)
-        reservation.bucket = self._reservations.set(reservation, self.clock() + self.limits.reservation_s)
         self.reserved_bytes += entry.slot_bytes
         self.counters.add("store.reserved")
+        if writers > 1:
+            assert client.group, "who shares a write belongs to an engine"
+            self._shared_writes[entry] = SharedWrite(client.group, writers)
+        return self._give(client, entry, retain_s)
+
+    def _give(self, client: Client, entry: Entry, retain_s: float) -> Slot:
+        self._serial += 1
+        shared = self._shared_writes.get(entry)
+        reservation = Reservation(self._serial, client, entry, retain_s, shared=shared)
+        client.reservations[self._serial] = reservation
+        reservation.bucket = self._reservations.set(reservation, self.clock() + self.limits.reservation_s)
+        if shared is not None:
+            shared.parts[self._serial] = reservation
         return Slot(
             "reserved", self._serial, entry.slot.extent, entry.slot.offset, entry.payload_offset, entry.generation
         )
+
+    def _join_write(self, client: Client, entry: Entry, writers: int, retain_s: float) -> Slot:
+        shared = self._shared_writes.get(entry)
+        if shared is None or not shared.may_join(client, writers):
+            return Slot("busy")
+        if len(client.reservations) >= self.limits.reservations_per_client:
+            return self._refuse("full")
+        return self._give(client, entry, retain_s)
 
     def _refuse(self, status: str) -> Slot:
         assert status == "full"
@@ -234,6 +267,17 @@ class StoreCore:
         shared: S = self._shared.setdefault(value, value)
         return shared
 
+    def part_written(self, client: Client, reservation: int) -> bool:
+        """A client has written its part of a chunk that it shares. True if it is the last one: it hashes the chunk and
+        commits it. What isn't known has ended: its slot leaves quarantine."""
+        found = client.reservations.get(reservation)
+        if found is None:
+            self._departures.stopped(reservation, client.id)
+        if found is None or found.shared is None or found.written:
+            return False
+        found.written = True
+        return found.shared.complete
+
     def commit(self, client: Client, reservation: int, checksums: bytes) -> Entry | None:
         """Make a written chunk visible; None if the reservation is gone or the checksums don't fit.
 
@@ -258,14 +302,21 @@ class StoreCore:
         return entry
 
     def _end_reservation(self, client: Client, reservation: int) -> Reservation | None:
-        """Its writer has stopped. None if it had ended before; its slot leaves quarantine then."""
-        found = client.reservations.pop(reservation, None)
-        if found is not None:
-            self._reservations.drop(found, found.bucket)
-            self.reserved_bytes -= found.entry.slot_bytes
-            return found
-        self._departures.stopped(reservation, client.id)
-        return None
+        """Its writer has stopped, or, of a shared write, all have. None if it had ended before (its slot leaves
+        quarantine then), or if others are still to write: then it has come to nothing."""
+        found = client.reservations.get(reservation)
+        if found is None:
+            self._departures.stopped(reservation, client.id)
+            return None
+        if found.shared is not None and not found.shared.complete:
+            self.give_up(found, writing=False)
+            return None
+        for part in [found] if found.shared is None else list(found.shared.parts.values()):
+            del part.client.reservations[part.id]
+            self._reservations.drop(part, part.bucket)
+        self._shared_writes.pop(found.entry, None)
+        self.reserved_bytes -= found.entry.slot_bytes
+        return found
 
     def _publish(self, entry: Entry, header: ChunkHeader) -> None:
         """RESERVED or PROMOTING becomes COMMITTED: header first, state last, facts after that."""
@@ -460,12 +511,17 @@ class StoreCore:
         self._gave_up(reservation, writing=writing)
 
     def _gave_up(self, reservation: Reservation, *, writing: bool) -> None:
-        client, entry = reservation.client, reservation.entry
-        del client.reservations[reservation.id]
+        """`reservation` has no deadline any more. Whoever else shares the write may be at it."""
+        entry, shared, held = reservation.entry, self._shared_writes.pop(reservation.entry, None), False
         self.reserved_bytes -= entry.slot_bytes
-        if writing:
-            self.hold_slot(client.id, entry.slot, entry.slot_bytes, reservation.id)
-        self._discard(entry, keep_slot=writing)
+        for part in [reservation] if shared is None else list(shared.parts.values()):
+            del part.client.reservations[part.id]
+            if part is not reservation:
+                self._reservations.drop(part, part.bucket)
+            if not part.written and (writing or part is not reservation):
+                self.hold_slot(part.client.id, entry.slot, entry.slot_bytes, part.id)
+                held = True
+        self._discard(entry, keep_slot=held)
 
     def hold_slot(self, owner: bytes, slot: SlotRef, slot_bytes: int, reservation: int = 0) -> None:
         """Put a slot into quarantine."""

@@ -167,9 +167,9 @@ class Daemon:
                 core.remember(decode_namespace(encoded))
             except ValueError as error:  # whole, as its name says, and still not ours
                 pool.refuse(f"a namespace in it: {error}")
-        found = readopt(core, pool, left, locks.alive)
+        found = readopt(core, pool, left, locks.writers_of)
         for client in locks.known():
-            if client not in core.quarantine and not locks.alive(client):
+            if client not in core.quarantine and not locks.writers_of(client):
                 locks.forget(client)
         if left:
             took = time.perf_counter() - began

@@ -29,6 +29,8 @@ class Departures:
     def __init__(self, core: StoreCore) -> None:
         self._core = core
         self._dropping: dict[bytes, list[Drop]] = {}
+        # Several may be writing into one slot: it is free when the last of them has stopped.
+        self._writers: dict[SlotRef, int] = {}
         self.quarantine = Quarantine()
         self.quarantined_bytes = 0
 
@@ -58,7 +60,14 @@ class Departures:
     def hold(self, owner: bytes, slot: SlotRef, slot_bytes: int, reservation: int = 0) -> None:
         """Put a slot into quarantine."""
         self.quarantine.hold(owner, slot, reservation)
-        self.quarantined_bytes += slot_bytes
+        if slot not in self._writers:
+            self.quarantined_bytes += slot_bytes
+        self._writers[slot] = self._writers.get(slot, 0) + 1
+
+    @property
+    def slots(self) -> int:
+        """How many slots are held."""
+        return len(self._writers)
 
     def stopped(self, reservation: int, owner: bytes) -> None:
         """The writer of an ended reservation has stopped: its slot leaves quarantine, if it is there."""
@@ -81,5 +90,9 @@ class Departures:
             yield
 
     def _end(self, slot: SlotRef) -> None:
+        self._writers[slot] -= 1
+        if self._writers[slot]:
+            return
+        del self._writers[slot]
         self.quarantined_bytes -= self._core.place.slots.extents[slot.extent].slot_bytes
         self._core.free_slot(slot)

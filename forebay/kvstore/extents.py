@@ -277,6 +277,28 @@ class ClientLocks:
         finally:
             os.close(descriptor)
 
+    def join_party(self, party: bytes, client: bytes) -> None:
+        """`client` may write into slots that are reserved in the party's name. Says so on disk, before it can."""
+        members = [member for member in self._members(party) if member != client and self.alive(member)]
+        file = self._file(party)
+        new = file.with_suffix(".new")
+        new.write_bytes(b"".join([*members, client]))
+        new.replace(file)
+
+    def writers_of(self, owner: bytes) -> list[bytes]:
+        """The living processes that may write into a slot of this owner: a client, or the members of a party."""
+        return [client for client in (owner, *self._members(owner)) if self.alive(client)]
+
+    def _members(self, party: bytes) -> list[bytes]:
+        """Empty for a client, whose file is only locked."""
+        if not party:
+            return []
+        try:
+            data = self._file(party).read_bytes()
+        except FileNotFoundError:
+            return []
+        return [data[at : at + len(party)] for at in range(0, len(data), len(party))]
+
     def forget(self, client: bytes) -> None:
         """The client is gone and nothing waits for it."""
         try:

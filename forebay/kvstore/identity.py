@@ -59,6 +59,7 @@ MAX_TOKEN_ID = 2**32 - 1
 
 _NAMESPACE_DOMAIN = b"forebay/namespace/1\0"
 _ROOT_DOMAIN = b"forebay/root/1\0"
+_PARTY_DOMAIN = b"forebay/party/1\0"
 _CHUNK_DOMAIN = b"forebay/chunk/1\0"
 _SALT_DOMAIN = b"forebay/salt/1\0"
 
@@ -139,6 +140,11 @@ def root_key(namespace_id: bytes, salt: bytes = b"") -> bytes:
     """Where a tenant's chain begins. Different salts share nothing."""
     assert len(namespace_id) == KEY_BYTES, len(namespace_id)
     return hashlib.sha256(_ROOT_DOMAIN + namespace_id + salt).digest()
+
+
+def party_of(group: bytes) -> bytes:
+    """The name in which connections of a group reserve what they write together; 16 bytes, as a client's."""
+    return hashlib.sha256(_PARTY_DOMAIN + group).digest()[:16]
 
 
 def tenant_salt(tenant_secret: bytes, cache_salt: str) -> bytes:

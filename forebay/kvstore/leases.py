@@ -36,13 +36,46 @@ class Hold:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """A slot that a client may write. `retain_s` is how long its chunk is to be retained once it is there."""
+    """A slot that a client may write. `retain_s` is how long its chunk is to be retained once it is there. With a
+    `shared` write it is one part of several, which may be `written` before the others are."""
 
     id: int
     client: Client
     entry: Entry
     retain_s: float = 0.0
     bucket: int = 0
+    shared: SharedWrite | None = None
+    written: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class SharedWrite:
+    """A chunk that `writers` connections of one group write, each its part (a rank its heads, say) into the same slot.
+
+        rank 0   reserve ---- write ---- written
+        rank 1        reserve ------ write ------ written: the last one, so it hashes the whole chunk and commits it
+
+    It becomes visible once, or not at all: when one of them gives up, it ends for all, and its slot is held until
+    each of those that had not finished says so or is dead. `parts` are reservations that were given out, by id.
+    """
+
+    group: bytes
+    writers: int
+    parts: dict[int, Reservation] = field(default_factory=dict)
+
+    def may_join(self, client: Client, writers: int) -> bool:
+        """Is a part of it still to be given out, and is this the engine, and not a connection that has one?"""
+        return (
+            writers == self.writers
+            and client.group == self.group
+            and len(self.parts) < self.writers
+            and all(part.client is not client for part in self.parts.values())
+        )
+
+    @property
+    def complete(self) -> bool:
+        """Has everybody written?"""
+        return len(self.parts) == self.writers and all(part.written for part in self.parts.values())
 
 
 @dataclass(slots=True, eq=False)

@@ -18,6 +18,8 @@ PROTOCOL_VERSION = 1
 CLIENT_ID_BYTES = 16
 LOOKUP_TOKENS_MAX = 2 << 20
 EXTRA_BYTES_MAX = 4096
+WRITERS_MAX = 64
+"""Connections that may write one chunk together."""
 BATCH_ITEMS_MAX = 4096
 
 
@@ -270,6 +272,9 @@ class Reserve(Message, frozen=True):
 
     With `retain_s` they are kept so long once they are there, also if they were there before: they go only when
     everything else has gone, within the tenant's budget.
+
+    With `writers` each chunk is written by so many connections of this one's group, each a part of it (the heads of its
+    rank, say): each of them reserves it and gets the same place.
     """
 
     rid: int
@@ -277,6 +282,7 @@ class Reserve(Message, frozen=True):
     tenant: str
     chunks: list[NewChunk]
     retain_s: float = 0.0
+    writers: int = 1
 
 
 class Slot(msgspec.Struct, frozen=True, array_like=True):
@@ -303,7 +309,8 @@ class Reserved(Message, frozen=True):
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True):
-    """One chunk whose bytes are complete: one xxh3_64 (u64 LE) a granule."""
+    """One chunk whose bytes are complete: one xxh3_64 (u64 LE) a granule. Without any, the sender's part of a chunk
+    that it shares is complete."""
 
     reservation: int
     checksums: bytes
@@ -317,11 +324,14 @@ class Commit(Message, frozen=True):
 
 
 class Committed(Message, frozen=True):
-    """How many became visible. The others' reservations had ended (a restart, an abort)."""
+    """How many became visible. The others' reservations had ended (a restart, an abort), or others are still to write
+    their parts. Of the chunks of `to_hash`, reservations of the sender, all parts are written: it hashes them, and
+    commits them with their checksums."""
 
     rid: int
     boot: bytes
     committed: int
+    to_hash: list[int] = []
 
 
 class Abort(Message, frozen=True):

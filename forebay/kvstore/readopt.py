@@ -7,7 +7,7 @@ served. Slots that a living process may still be writing go to quarantine; all o
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -41,8 +41,11 @@ class Adopted:
     foreign: list[SlotRef] = field(default_factory=list)
 
 
-def readopt(core: StoreCore, pool: PoolFiles, extents: list[int], alive: Callable[[bytes], bool]) -> Adopted:
-    """Take the left extents into the core. Reads headers only. `alive` tells whether a writer may still write.
+def readopt(
+    core: StoreCore, pool: PoolFiles, extents: list[int], writers: Callable[[bytes], Sequence[bytes]]
+) -> Adopted:
+    """Take the left extents into the core. Reads headers only. `writers` are the living processes that an owner stands
+    for: they may still write.
 
     Raises OtherVersion if there are several chunks and all seem to be of another version; they stay as they are.
     """
@@ -56,7 +59,7 @@ def readopt(core: StoreCore, pool: PoolFiles, extents: list[int], alive: Callabl
                 continue
             core.place.slots.cut(extent, slot_bytes)
             for offset in list(core.place.slots.extents[extent].free):
-                _adopt_slot(core, SlotRef(extent, offset), view[offset : offset + slot_bytes], alive, found)
+                _adopt_slot(core, SlotRef(extent, offset), view[offset : offset + slot_bytes], writers, found)
             core.place.slots.uncut_if_empty(extent)
     if len(found.foreign) > 1 and not found.chunks:
         pool.refuse(f"{len(found.foreign)} chunks with other headers")
@@ -78,7 +81,7 @@ def _no_garbage() -> Iterator[None]:
 
 
 def _adopt_slot(
-    core: StoreCore, slot: SlotRef, memory: memoryview, alive: Callable[[bytes], bool], found: Adopted
+    core: StoreCore, slot: SlotRef, memory: memoryview, writers: Callable[[bytes], Sequence[bytes]], found: Adopted
 ) -> None:
     state, generation = slot_state(memory), slot_generation(memory)
     if generation >= GENERATION_MAX:
@@ -95,10 +98,12 @@ def _adopt_slot(
         else:
             _drop_corrupt(core, slot, found)
         return
-    if state in (SlotState.RESERVED, SlotState.PROMOTING) and alive(header.owner):
+    unfinished = state in (SlotState.RESERVED, SlotState.PROMOTING)
+    if unfinished and (living := writers(header.owner)):
         core.place.slots.claim(slot)
         core.place.hold_slot(slot, header.tenant)
-        core.hold_slot(header.owner, slot, len(memory))
+        for writer in living:
+            core.hold_slot(writer, slot, len(memory))
         found.quarantined += 1
     elif state is SlotState.COMMITTED and _belongs(core, header, len(memory)):
         core.adopt(_entry(core, header, slot, memory))

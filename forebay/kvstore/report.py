@@ -35,7 +35,7 @@ def gauges(core: StoreCore, cascade: Cascade) -> dict[str, float]:
         "host.evictable": core.place.accounts.evictable_entries,
         "host.reserved_bytes": core.reserved_bytes,
         "host.promoting_bytes": core.promoting_bytes,
-        "host.quarantined_slots": len(core.quarantine),
+        "host.quarantined_slots": core.quarantined_slots,
         "host.quarantined_bytes": core.quarantined_bytes,
         "host.kept": len(core.place.kept),
         "store.leases": len(core.leases),

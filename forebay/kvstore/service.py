@@ -35,6 +35,7 @@ from forebay.kvstore.protocol import (
     BATCH_ITEMS_MAX,
     EXTRA_BYTES_MAX,
     LOOKUP_TOKENS_MAX,
+    WRITERS_MAX,
     Abort,
     Check,
     Checked,
@@ -340,8 +341,13 @@ class StoreService:
         for chunk in request.chunks:
             self._check_chunk(namespace.chunk_tokens, len(namespace.groups), chunk)
         retain_s = checked_retention(request.retain_s)
+        if not 1 <= request.writers <= (WRITERS_MAX if client.group else 1):
+            limits = f"a chunk has 1 to {WRITERS_MAX} writers, several only of one group"
+            raise RequestRefused("limits", limits)
         slots = [
-            self.core.reserve(client, request.namespace, request.tenant, chunk, retain_s=retain_s)
+            self.core.reserve(
+                client, request.namespace, request.tenant, chunk, retain_s=retain_s, writers=request.writers
+            )
             for chunk in request.chunks
         ]
         return Reserved(rid=request.rid, boot=self.boot, slots=slots)
@@ -365,15 +371,19 @@ class StoreService:
             raise RequestRefused("limits", f"the key of chunk {where} doesn't follow from its parent and tokens")
 
     def _commit(self, client: Client, request: Commit) -> Committed:
-        committed = 0
+        committed, to_hash = 0, []
         for written in request.chunks:
+            if not written.checksums:
+                if self.core.part_written(client, written.reservation):
+                    to_hash.append(written.reservation)
+                continue
             entry = self.core.commit(client, written.reservation, written.checksums)
             if entry is not None:
                 committed += 1
                 self.demand.stored(entry)
                 self.spread(entry)
                 self.core.unpin(entry)
-        return Committed(rid=request.rid, boot=self.boot, committed=committed)
+        return Committed(rid=request.rid, boot=self.boot, committed=committed, to_hash=to_hash)
 
     def spread(self, entry: Entry) -> None:
         """Copy a committed chunk to the tiers that want it now, and what it may displace to those that want that."""

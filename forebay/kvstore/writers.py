@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from forebay.kvstore.core import Client, StoreCore
 from forebay.kvstore.extents import ClientLocks
+from forebay.kvstore.identity import party_of
 from forebay.kvstore.protocol import Hello
 
 DEATH_CHECKS_S = (0.0, 0.01, 0.05)
@@ -26,6 +27,7 @@ class Writers:
     def __init__(self, core: StoreCore, locks: ClientLocks, abort: Callable[[Client], None]) -> None:
         self._core, self._locks, self._abort = core, locks, abort
         self._connected: dict[bytes, Client] = {}
+        self._parties: dict[bytes, bytes] = {}
 
     def welcome(self, hello: Hello) -> tuple[Client, int]:
         """Take a client in; its lock, to be handed over. It writes nothing from before any more.
@@ -39,6 +41,9 @@ class Writers:
             self._core.drop_client(before, writing=False)
             self._abort(before)
         self._core.end_quarantine(hello.client)
+        if hello.group:
+            party = self._parties[hello.client] = party_of(hello.group)
+            self._locks.join_party(party, hello.client)
         client = self._connected[hello.client] = Client(hello.client, hello.group, hello.tenant)
         self._core.leases.attach(client)
         return client, lock
@@ -53,7 +58,13 @@ class Writers:
         if writing or client.id in self._core.quarantine:
             self._check_again(client.id, 0)
         else:
-            self._locks.forget(client.id)
+            self._forget(client.id)
+
+    def _forget(self, owner: bytes) -> None:
+        self._locks.forget(owner)
+        party = self._parties.pop(owner, None)
+        if party is not None and not self._locks.writers_of(party):
+            self._locks.forget(party)
 
     def _check_again(self, owner: bytes, attempt: int) -> None:
         if attempt < len(DEATH_CHECKS_S):
@@ -69,7 +80,7 @@ class Writers:
         if owner in self._connected or (self._core.may_write(owner) and self._locks.alive(owner)):
             return False
         freed = self._core.end_quarantine(owner)
-        self._locks.forget(owner)
+        self._forget(owner)
         self._core.counters.add("host.quarantine_freed", freed)
         return True
 

@@ -74,7 +74,7 @@ def adopt(left: Left) -> int:
         core = StoreCore(pool, tell=lambda fact: None, first_generation=1 << 60)
         for encoded in pool.saved_namespaces():
             core.remember(decode_namespace(encoded))
-        readopt(core, pool, pool.existing(), lambda owner: owner == WRITER)
+        readopt(core, pool, pool.existing(), lambda owner: [owner] if owner == WRITER else [])
         served = 0
         for entry in list(core.table):
             intact = is_intact(pool, entry)

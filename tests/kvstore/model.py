@@ -126,7 +126,7 @@ class World:
         if self.boots == 1:
             self.namespace_id = self.core.register(self.namespace)
         self.core.remember(self.namespace)
-        readopt(self.core, self.memory, sorted(self.memory.cuts), alive.__contains__)  # type: ignore[arg-type]
+        readopt(self.core, self.memory, sorted(self.memory.cuts), lambda owner: [owner] if owner in alive else [])  # type: ignore[arg-type]
         self.cascade = Cascade(self.core)
         self.cascade.tiers[TIER] = TierTraffic(TIER, TIER_OWNER)
         self.files.jobs.clear()

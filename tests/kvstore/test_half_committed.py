@@ -49,7 +49,7 @@ def test_a_commit_that_a_crash_cut_short_is_a_free_slot_after_the_restart(tmp_pa
     again.open()
     core = StoreCore(again, tell=small.facts.append)
     core.namespaces[small.namespace_id] = small.namespace
-    found = readopt(core, again, again.existing(), ClientLocks(again.path / "clients").alive)
+    found = readopt(core, again, again.existing(), ClientLocks(again.path / "clients").writers_of)
     assert (found.chunks, found.freed, found.quarantined) == (0, 1, 0)
     assert core.place.slots.used_bytes == 0
     again.close(remove=True)

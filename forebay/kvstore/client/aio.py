@@ -177,12 +177,22 @@ class AsyncStoreClient(PromiseCalls):
         return found
 
     async def reserve(
-        self, namespace_id: bytes, tenant: str, chunks: Sequence[NewChunk], *, retain_s: float = 0.0
+        self,
+        namespace_id: bytes,
+        tenant: str,
+        chunks: Sequence[NewChunk],
+        *,
+        retain_s: float = 0.0,
+        writers: int = 1,
     ) -> Reserved:
-        """Ask for room for chunks, parents first; with `retain_s` they are kept so long for their tenant."""
+        """Ask for room for chunks, parents first; with `retain_s` they are kept so long for their tenant.
+
+        With several `writers` so many clients of this one's group ask for the same chunks, get the same room, and each
+        writes its part. Who is told `to_hash` by `commit` hashes the whole and commits again.
+        """
         rid = self._session.rid()
         message = Reserve(
-            rid=rid, namespace=namespace_id, tenant=tenant, chunks=list(chunks), retain_s=retain_s
+            rid=rid, namespace=namespace_id, tenant=tenant, chunks=list(chunks), retain_s=retain_s, writers=writers
         )  # fmt: skip
         reserved = await self._call(rid, message, Reserved)
         known = self._session.pool.views
@@ -191,7 +201,7 @@ class AsyncStoreClient(PromiseCalls):
         return reserved
 
     async def commit(self, chunks: Sequence[Written]) -> Committed:
-        """Make written chunks visible."""
+        """Make written chunks visible; without checksums, tell that this client's part of a shared one is written."""
         rid = self._session.rid()
         return await self._call(rid, Commit(rid=rid, chunks=list(chunks)), Committed)
 

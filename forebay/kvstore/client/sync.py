@@ -146,10 +146,18 @@ class StoreClient:
         self._client.release_chunks(lease, chunks)
 
     def reserve(
-        self, namespace_id: bytes, tenant: str, chunks: Sequence[NewChunk], *, retain_s: float = 0.0
+        self,
+        namespace_id: bytes,
+        tenant: str,
+        chunks: Sequence[NewChunk],
+        *,
+        retain_s: float = 0.0,
+        writers: int = 1,
     ) -> Reserved:
         """As AsyncStoreClient.reserve."""
-        return self._run(self._client.reserve(namespace_id, tenant, chunks, retain_s=retain_s))
+        return self._run(
+            self._client.reserve(namespace_id, tenant, chunks, retain_s=retain_s, writers=writers)
+        )
 
     def commit(self, chunks: Sequence[Written]) -> Committed:
         """As AsyncStoreClient.commit."""
