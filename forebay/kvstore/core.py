@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 from forebay.errors import CorruptChunk
 from forebay.kvstore.chores import Chores
 from forebay.kvstore.clearing import Clearing, Scope, clear_steps
-from forebay.kvstore.deadlines import Deadlines
 from forebay.kvstore.departures import Departures
 from forebay.kvstore.entry import Entry, EntryId, SlotRef
 from forebay.kvstore.facts import Counters, HostFact, PoolMemory
@@ -30,7 +29,7 @@ from forebay.kvstore.header import ChunkHeader, SlotState, encode_header, header
 from forebay.kvstore.identity import Namespace, party_of
 from forebay.kvstore.index import ChunkTable
 from forebay.kvstore.layout import extends, granule_count, needed_from, needs_all, payload_bytes
-from forebay.kvstore.leases import Client, Hold, Leases, Reservation, SharedWrite
+from forebay.kvstore.leases import Client, Hold, Leases, Reservation
 from forebay.kvstore.limits import Limits
 from forebay.kvstore.lineage import ChunkLineage
 from forebay.kvstore.namespaces import Namespaces
@@ -39,6 +38,7 @@ from forebay.kvstore.placement import Placement
 from forebay.kvstore.policies.registry import Policies, PolicyChoice
 from forebay.kvstore.protocol import NewChunk, Slot
 from forebay.kvstore.quarantine import Quarantine
+from forebay.kvstore.reservations import Reservations
 from forebay.kvstore.slots import slot_bytes_for
 from forebay.kvstore.tenancy import TenantRule
 
@@ -91,22 +91,24 @@ class StoreCore:
         self.chores = Chores()
         self.leases = Leases(self.pin_all, self.unpin, self.chores, self.limits.leases_per_client)
         self.pins = Pins(self.place, self.limits, self.pin, self.unpin)
-        self.reserved_bytes = 0
         self.promoting_bytes = 0
         self.clock = clock
         self._tell = tell
         self._generation = first_generation
         # Ids of leases and reservations don't come again after a restart: an old one must not match a new one.
         self._serial = first_generation
-        self._reservations: Deadlines[Reservation] = Deadlines()
-        self._shared_writes: dict[Entry, SharedWrite] = {}
         self._departures = Departures(self)
+        self.reservations = Reservations(self._departures, self._discard)
         self._shared: dict[Any, Any] = {}
 
     @property
     def quarantine(self) -> Quarantine:
         """Slots that somebody may still be writing though nobody waits for it."""
         return self._departures.quarantine
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self.reservations.bytes
 
     @property
     def quarantined_bytes(self) -> int:
@@ -190,28 +192,19 @@ class StoreCore:
         entry = self._new_entry(namespace, namespace_id, tenant, chunk, SlotState.RESERVED, owner)
         if entry is None:
             return self._refuse("full")
-        self.reserved_bytes += entry.slot_bytes
+        self.reservations.open(entry, client.group, writers)
         self.counters.add("store.reserved")
-        if writers > 1:
-            assert client.group, "who shares a write belongs to an engine"
-            self._shared_writes[entry] = SharedWrite(client.group, writers)
         return self._give(client, entry, retain_s)
 
     def _give(self, client: Client, entry: Entry, retain_s: float) -> Slot:
         self._serial += 1
-        shared = self._shared_writes.get(entry)
-        reservation = Reservation(self._serial, client, entry, retain_s, shared=shared)
-        client.reservations[self._serial] = reservation
-        reservation.bucket = self._reservations.set(reservation, self.clock() + self.limits.reservation_s)
-        if shared is not None:
-            shared.parts[self._serial] = reservation
+        self.reservations.give(client, entry, self._serial, retain_s, self.clock() + self.limits.reservation_s)
         return Slot(
             "reserved", self._serial, entry.slot.extent, entry.slot.offset, entry.payload_offset, entry.generation
         )
 
     def _join_write(self, client: Client, entry: Entry, writers: int, retain_s: float) -> Slot:
-        shared = self._shared_writes.get(entry)
-        if shared is None or not shared.may_join(client, writers):
+        if not self.reservations.may_join(client, entry, writers):
             return Slot("busy")
         if len(client.reservations) >= self.limits.reservations_per_client:
             return self._refuse("full")
@@ -267,23 +260,13 @@ class StoreCore:
         shared: S = self._shared.setdefault(value, value)
         return shared
 
-    def part_written(self, client: Client, reservation: int) -> bool:
-        """A client has written its part of a chunk that it shares. True if it is the last one: it hashes the chunk and
-        commits it. What isn't known has ended: its slot leaves quarantine."""
-        found = client.reservations.get(reservation)
-        if found is None:
-            self._departures.stopped(reservation, client.id)
-        if found is None or found.shared is None or found.written:
-            return False
-        found.written = True
-        return found.shared.complete
-
     def commit(self, client: Client, reservation: int, checksums: bytes) -> Entry | None:
-        """Make a written chunk visible; None if the reservation is gone or the checksums don't fit.
+        """Make a written chunk visible; None if the reservation is gone or the checksums don't fit, or if others who
+        share it are still to write their parts.
 
         The entry comes back pinned once; the caller releases it when cascading is arranged.
         """
-        ended = self._end_reservation(client, reservation)
+        ended = self.reservations.end(client, reservation)
         if ended is None:
             return None
         entry = ended.entry
@@ -300,23 +283,6 @@ class StoreCore:
         self.counters.add("store.committed_bytes", entry.payload_length)
         self.retain(entry, entry.tenant, ended.retain_s)
         return entry
-
-    def _end_reservation(self, client: Client, reservation: int) -> Reservation | None:
-        """Its writer has stopped, or, of a shared write, all have. None if it had ended before (its slot leaves
-        quarantine then), or if others are still to write: then it has come to nothing."""
-        found = client.reservations.get(reservation)
-        if found is None:
-            self._departures.stopped(reservation, client.id)
-            return None
-        if found.shared is not None and not found.shared.complete:
-            self.give_up(found, writing=False)
-            return None
-        for part in [found] if found.shared is None else list(found.shared.parts.values()):
-            del part.client.reservations[part.id]
-            self._reservations.drop(part, part.bucket)
-        self._shared_writes.pop(found.entry, None)
-        self.reserved_bytes -= found.entry.slot_bytes
-        return found
 
     def _publish(self, entry: Entry, header: ChunkHeader) -> None:
         """RESERVED or PROMOTING becomes COMMITTED: header first, state last, facts after that."""
@@ -364,7 +330,7 @@ class StoreCore:
 
     def abort(self, client: Client, reservation: int) -> None:
         """The client has stopped writing and gives the slot back."""
-        ended = self._end_reservation(client, reservation)
+        ended = self.reservations.end(client, reservation)
         if ended is not None:
             self._discard(ended.entry)
 
@@ -505,24 +471,6 @@ class StoreCore:
         client.namespaces.clear()
         self._departures.drop(client, writing=writing)
 
-    def give_up(self, reservation: Reservation, *, writing: bool) -> None:
-        """Nobody waits for this chunk any more; its key is free. The slot isn't, if somebody may be `writing`."""
-        self._reservations.drop(reservation, reservation.bucket)
-        self._gave_up(reservation, writing=writing)
-
-    def _gave_up(self, reservation: Reservation, *, writing: bool) -> None:
-        """`reservation` has no deadline any more. Whoever else shares the write may be at it."""
-        entry, shared, held = reservation.entry, self._shared_writes.pop(reservation.entry, None), False
-        self.reserved_bytes -= entry.slot_bytes
-        for part in [reservation] if shared is None else list(shared.parts.values()):
-            del part.client.reservations[part.id]
-            if part is not reservation:
-                self._reservations.drop(part, part.bucket)
-            if not part.written and (writing or part is not reservation):
-                self.hold_slot(part.client.id, entry.slot, entry.slot_bytes, part.id)
-                held = True
-        self._discard(entry, keep_slot=held)
-
     def hold_slot(self, owner: bytes, slot: SlotRef, slot_bytes: int, reservation: int = 0) -> None:
         """Put a slot into quarantine."""
         self._departures.hold(owner, slot, slot_bytes, reservation)
@@ -578,11 +526,9 @@ class StoreCore:
             return True
         if self.pins.expire_one(now):
             return True
-        reservation = self._reservations.take(now)
-        if reservation is None:
+        if not self.reservations.expire_one(now):
             return False
         self.counters.add("store.reservations_expired")
-        self._gave_up(reservation, writing=True)
         return True
 
     # --- removal ---------------------------------------------------------------------------------------

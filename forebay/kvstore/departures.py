@@ -43,7 +43,7 @@ class Departures:
     def _steps(self, drop: Drop, leases: Iterator[None]) -> Iterator[None]:
         client = drop.client
         while client.reservations:
-            self._core.give_up(next(iter(client.reservations.values())), writing=drop.writing)
+            self._core.reservations.give_up(next(iter(client.reservations.values())), writing=drop.writing)
             yield
         yield from leases
         drops = self._dropping[client.id]

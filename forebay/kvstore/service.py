@@ -374,7 +374,7 @@ class StoreService:
         committed, to_hash = 0, []
         for written in request.chunks:
             if not written.checksums:
-                if self.core.part_written(client, written.reservation):
+                if self.core.reservations.part_written(client, written.reservation):
                     to_hash.append(written.reservation)
                 continue
             entry = self.core.commit(client, written.reservation, written.checksums)

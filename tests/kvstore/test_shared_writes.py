@@ -50,7 +50,7 @@ class Engine:
             memory[slot.payload_offset + at] = data[at]
 
     def written(self, rank: int, slot: Slot) -> bool:
-        return self.store.core.part_written(self.ranks[rank], slot.reservation)
+        return self.store.core.reservations.part_written(self.ranks[rank], slot.reservation)
 
     def sums(self, slot: Slot, chunk: NewChunk) -> bytes:
         granule = self.store.namespace.groups[chunk.group].granule_bytes
@@ -188,7 +188,7 @@ def check(store: SmallStore) -> None:
     core = store.core
     reserved = [entry for entry in core.table if entry.state is SlotState.RESERVED]
     assert core.reserved_bytes == sum(entry.slot_bytes for entry in reserved)
-    assert set(core._shared_writes) == set(reserved)
+    assert set(core.reservations.shared) == set(reserved)
     held = {slot for owner in core.quarantine for slot in core.quarantine.slots_of(owner)}
     assert core.quarantined_slots == len(held)
     assert not held & {entry.slot for entry in core.table}, "a slot that somebody may write is nobody else's"
