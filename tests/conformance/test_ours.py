@@ -2,67 +2,132 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from forebay.testing.conformance import Driver, Engine, InProcess, MakeDriver, OwnProcess, Pool, TierConformance
+from forebay.testing.conformance import (
+    QUEUE,
+    Driver,
+    Engine,
+    InProcess,
+    Made,
+    MakeDriver,
+    OwnProcess,
+    Pool,
+    TierConformance,
+    drivers,
+)
+from forebay.tiers.fs.device import AlignedBuffer, Device, Expected, Loaded, TempFile
+from forebay.tiers.fs.options import FsOptions
+from forebay.tiers.fs.paths import Paths
 from forebay.tiers.fs.tier import FsTier
 from forebay.tiers.host import TierHost
 from forebay.tiers.memory import MemoryTier
 from forebay.tiers.messages import OptionValue
 
-
-def drivers(pool: Pool, make: Callable[[int], Engine]) -> Iterator[MakeDriver]:
-    made: list[Driver] = []
-
-    def make_driver(quota: int) -> Driver:
-        made.append(Driver(pool, make(quota)))
-        return made[-1]
-
-    yield make_driver
-    for driver in made:
-        driver.close()
+AT_ONCE = "it does everything at once in the calling thread"
+ELSEWHERE = "what holds it still is an object in the tier's process"
 
 
 class TestMemoryTier(TierConformance):
+    persistent = False
+    lacks = {"stall": AT_ONCE, "queue": AT_ONCE, "deadline": AT_ONCE}  # noqa: RUF012
+
     @pytest.fixture
     def make_driver(self, pool: Pool) -> Iterator[MakeDriver]:
         yield from drivers(pool, lambda quota: InProcess(MemoryTier("m", {"quota_bytes": quota}), pool))
 
-
-class TestFsTier(TierConformance):
-    @pytest.fixture(params=["auto", "off"])
-    def make_driver(self, pool: Pool, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[MakeDriver]:
-        def make(quota: int) -> Engine:
-            options = {"directory": str(tmp_path / "fs"), "quota_bytes": quota, "odirect": request.param}
-            return InProcess(FsTier("f", options), pool)
-
-        yield from drivers(pool, make)
+    def damage(self, driver: Driver, chunk: Made) -> None:
+        assert isinstance(driver.engine, InProcess) and isinstance(driver.engine.tier, MemoryTier)
+        held = driver.engine.tier._chunks[chunk.id]
+        held.payload = bytes([held.payload[0] ^ 1]) + held.payload[1:]
 
 
 class TestMemoryTierInItsOwnProcess(TierConformance):
+    persistent = False
+    lacks = {  # noqa: RUF012
+        "stall": AT_ONCE, "queue": AT_ONCE, "deadline": AT_ONCE, "damage": "its bytes are in another process's memory",
+    }  # fmt: skip
+
     @pytest.fixture
     def make_driver(self, pool: Pool) -> Iterator[MakeDriver]:
         def make(quota: int) -> Engine:
-            def host(**callbacks: Any) -> TierHost:
-                return TierHost("m", "memory", {"quota_bytes": quota}, **callbacks)
-
-            return OwnProcess(host, pool)
+            return OwnProcess(lambda **hooks: TierHost("m", "memory", {"quota_bytes": quota}, **hooks), pool)
 
         yield from drivers(pool, make)
 
 
-class TestFsTierInItsOwnProcess(TierConformance):
-    @pytest.fixture
-    def make_driver(self, pool: Pool, tmp_path: Path) -> Iterator[MakeDriver]:
+class Gated(Device):
+    """Reads and writes wait while the gate is shut."""
+
+    gate: threading.Event
+
+    def write(
+        self, path: str, block: bytes, payload: memoryview, buffer: AlignedBuffer, *, aligned: bool
+    ) -> TempFile:
+        assert self.gate.wait(60)
+        return super().write(path, block, payload, buffer, aligned=aligned)
+
+    def read(
+        self, descriptor: int, expected: Expected, payload: memoryview, buffer: AlignedBuffer, *, direct: bool
+    ) -> Loaded:
+        assert self.gate.wait(60)
+        return super().read(descriptor, expected, payload, buffer, direct=direct)
+
+
+class FilesOf(TierConformance):
+    """What the file tier's suites share."""
+
+    __test__ = False
+
+    def options(self, quota: int) -> dict[str, OptionValue]:
+        return {"directory": str(self.folder / "fs"), "quota_bytes": quota, "write_queue_bytes": QUEUE}
+
+    def damage(self, driver: Driver, chunk: Made) -> None:
+        path = Path(Paths(self.folder / "fs").chunk(chunk.id))
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+
+
+class TestFsTier(FilesOf):
+    __test__ = True
+
+    @pytest.fixture(params=["auto", "off"])
+    def make_driver(self, pool: Pool, request: pytest.FixtureRequest) -> Iterator[MakeDriver]:
+        self.gate = threading.Event()
+        self.gate.set()
+
+        def device(paths: Paths, found: FsOptions) -> Device:
+            made = Gated(paths, found.odirect, found.fsync == "file")
+            made.gate = self.gate
+            return made
+
         def make(quota: int) -> Engine:
-            def host(**callbacks: Any) -> TierHost:
-                options: dict[str, OptionValue] = {"directory": str(tmp_path / "fs"), "quota_bytes": quota}
-                return TierHost("f", "fs", options, **callbacks)
-
-            return OwnProcess(host, pool)
+            options = self.options(quota) | {"odirect": request.param}
+            return InProcess(FsTier("f", options, device=device), pool)
 
         yield from drivers(pool, make)
+
+    @contextmanager
+    def stalled(self, driver: Driver) -> Iterator[None]:
+        self.gate.clear()
+        try:
+            yield
+        finally:
+            self.gate.set()
+
+
+class TestFsTierInItsOwnProcess(FilesOf):
+    __test__ = True
+    lacks = {"stall": ELSEWHERE}  # noqa: RUF012
+
+    @pytest.fixture
+    def make_driver(self, pool: Pool) -> Iterator[MakeDriver]:
+        yield from drivers(
+            pool, lambda quota: OwnProcess(lambda **hooks: TierHost("f", "fs", self.options(quota), **hooks), pool)
+        )

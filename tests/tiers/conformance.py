@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from forebay.testing.conformance.suite import BIG, QUOTA, MakeDriver, TierConformance
+from forebay.testing.conformance import BIG, QUOTA, MakeDriver, TierConformance
 
 __all__ = ["BIG", "QUOTA", "MakeDriver", "TierConformance"]

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("forebay.testing.conformance.suite", "forebay.testing.conformance.driver")
+pytest.register_assert_rewrite(
+    *(f"forebay.testing.conformance.{part}" for part in (
+        "driver", "enduring", "keeping", "leaving", "looking", "pressing", "storing", "telling",
+    ))
+)  # fmt: skip
 
+from forebay.testing.conformance.base import BIG, QUEUE, QUOTA, MakeDriver, drivers  # noqa: E402
 from forebay.testing.conformance.chunks import Made, Pool, make_chunk, numbered  # noqa: E402
 from forebay.testing.conformance.driver import Driver, Loaded  # noqa: E402
 from forebay.testing.conformance.engines import Engine, InProcess, OwnProcess  # noqa: E402
-from forebay.testing.conformance.suite import QUOTA, MakeDriver, TierConformance  # noqa: E402
+from forebay.testing.conformance.suite import TierConformance  # noqa: E402
 
 __all__ = [
+    "BIG",
+    "QUEUE",
     "QUOTA",
     "Driver",
     "Engine",
@@ -22,6 +29,7 @@ __all__ = [
     "OwnProcess",
     "Pool",
     "TierConformance",
+    "drivers",
     "make_chunk",
     "numbered",
 ]

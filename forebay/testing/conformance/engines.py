@@ -31,23 +31,27 @@ PATIENCE_S = 20.0
 class Engine(Protocol):
     """What differs between a tier in this process and one in its own."""
 
+    def attach(self, extent: int, pool: Pool) -> None: ...
     def begin(self, jobs: Sequence[StoreJob | LoadJob]) -> None: ...
     def lookup_once(self, queries: Sequence[Query]) -> list[LookupResult]: ...
     def forget(self, chunks: Sequence[ChunkId], reason: str) -> None: ...
     def clear(self, namespace: bytes) -> int | None: ...
-
     def clear_scope(self, scope: ClearScope) -> int | None: ...
     def stats(self) -> TierStats: ...
     def pump(self, results: list[JobResult], changes: list[TierChange]) -> None: ...
     def close(self) -> None: ...
+    def last_words(self, results: list[JobResult], changes: list[TierChange]) -> None: ...
 
 
-class InProcess:
+class InProcess(Engine):
     """A tier object called directly, as its process would."""
 
     def __init__(self, tier: SecondaryTier, pool: Pool) -> None:
         self.tier = tier
         tier.attach_extent(0, pool.memory)
+
+    def attach(self, extent: int, pool: Pool) -> None:
+        self.tier.attach_extent(extent, pool.memory)
 
     def begin(self, jobs: Sequence[StoreJob | LoadJob]) -> None:
         for job in jobs:
@@ -81,8 +85,12 @@ class InProcess:
     def close(self) -> None:
         self.tier.close()
 
+    def last_words(self, results: list[JobResult], changes: list[TierChange]) -> None:
+        changes.extend(self.tier.take_changes())
+        results.extend(self.tier.get_finished_jobs())
 
-class OwnProcess:
+
+class OwnProcess(Engine):
     """A tier behind a TierHost. The loop runs only while a call is waiting."""
 
     def __init__(self, make: Callable[..., TierHost], pool: Pool) -> None:
@@ -103,6 +111,9 @@ class OwnProcess:
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(asyncio.wait_for(work, PATIENCE_S))
+
+    def attach(self, extent: int, pool: Pool) -> None:
+        self.host.attach(extent, pool.descriptor)
 
     def begin(self, jobs: Sequence[StoreJob | LoadJob]) -> None:
         async def submit() -> None:
@@ -131,6 +142,9 @@ class OwnProcess:
 
     def pump(self, results: list[JobResult], changes: list[TierChange]) -> None:
         self._run(asyncio.sleep(0.002))
+        self.last_words(results, changes)
+
+    def last_words(self, results: list[JobResult], changes: list[TierChange]) -> None:
         results.extend(self._results)
         changes.extend(self._changes)
         self._results.clear()
