@@ -1,7 +1,7 @@
 """What others feel of tiers that are saturated: host lookups, and a worker's decoding.
 
-The feeder commits chunks of 16 MiB whose bytes it doesn't touch, faster than the disk takes them: the tier's queue is full all the
-time, and hardly any CPU goes to anything else. So what is measured is the tier's doing, and not a third party's.
+The feeder commits chunks of 16 MiB whose bytes it doesn't touch, faster than the disk takes them: the tier's queue is
+full all the time, and hardly any CPU goes to anything else. So it is the tier's doing that is measured.
 
     python -m benchmarks.tiers.beside feed ADDRESS SECONDS        the feeder alone
 """
