@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import xxhash
 
 from forebay.kvstore.client import StoreClient
 from forebay.kvstore.client.moving import Mover
@@ -72,18 +71,17 @@ class Bench:
 
         A chunk for which `source` has no bytes left gets those of its end again."""
         slots = self.client.reserve(self.id, "", chunks).slots
-        written, moved = [], 0
-        for chunk, slot in zip(chunks, slots, strict=True):
-            assert slot.status == "reserved", slot.status
-            granule = self.spec.groups[chunk.group].granule_bytes
+        assert all(slot.status == "reserved" for slot in slots), [slot.status for slot in slots]
+        granules = [self.spec.groups[chunk.group].granule_bytes for chunk in chunks]
+        sources, rooms, moved = [], [], 0
+        for chunk, slot, granule in zip(chunks, slots, granules, strict=True):
             length = len(chunk.tokens) // 4 // UNIT * granule
-            room = np.frombuffer(self.client.room(slot, length), dtype=np.uint8)
-            begin, sums = min(moved, len(source) - length), []
-            for at in range(0, length, granule):
-                room[at : at + granule] = source[begin + at : begin + at + granule]
-                sums.append(xxhash.xxh3_64_intdigest(room[at : at + granule].data).to_bytes(8, "little"))
-            written.append(Written(slot.reservation, b"".join(sums)))
+            begin = min(moved, len(source) - length)
+            sources.append(source.data[begin : begin + length])
+            rooms.append(self.client.room(slot, length))
             moved += length
+        sums = self.mover.store(sources, rooms, granules)
+        written = [Written(slot.reservation, each) for slot, each in zip(slots, sums, strict=True)]
         assert self.client.commit(written).committed == len(chunks)
         return moved
 

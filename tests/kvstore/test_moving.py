@@ -74,3 +74,16 @@ def test_a_target_that_is_too_small_is_a_mistake_of_the_caller() -> None:
     with pytest.raises(AssertionError):
         mover.load(pool, pool.chunks, [memoryview(bytearray(4096))])
     mover.close()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_what_is_stored_arrives_with_the_checksums_of_what_arrived(threads: int) -> None:
+    granules, counts = [64, 300_000, 4096], [4, 16, 1]
+    sizes = list(zip(granules, counts, strict=True))
+    sources = [memoryview(bytearray(random.Random(i).randbytes(g * n))) for i, (g, n) in enumerate(sizes)]
+    rooms = [memoryview(bytearray(source.nbytes)) for source in sources]
+    mover = Mover(threads)
+    sums = mover.store(sources, rooms, granules)
+    assert [bytes(room) for room in rooms] == [bytes(source) for source in sources]
+    assert sums == [granule_checksums(room, granule) for room, granule in zip(rooms, granules, strict=True)]
+    mover.close()

@@ -1,4 +1,4 @@
-"""Copying pinned chunks out of the pool, every granule verified, on several threads.
+"""Copying chunks out of the pool and into it, every granule hashed, on several threads.
 
     granules of all chunks   [ g g g g g g | g g g g g g ]     thread 0 copies the front half, thread 1 the rest
     one granule              copied in pieces that are still in the cache when they are hashed
@@ -40,18 +40,17 @@ class PoolReader(Protocol):
 
 @dataclass(slots=True)
 class _Granule:
-    """One granule to copy, by address; `good` once what arrived has its checksum."""
+    """One granule to copy, by address; `checksum` is that of what `arrived`, once it has."""
 
     source: int
     target: int
     length: int
     arrived: memoryview
-    checksum: int
-    good: bool = False
+    checksum: int = 0
 
 
 class Mover:
-    """Loads with a number of threads; the caller's is one of them. Use it from one thread at a time."""
+    """Loads and stores with a number of threads; the caller's is one of them. Use it from one thread at a time."""
 
     def __init__(self, threads: int = 2) -> None:
         assert threads > 0
@@ -66,8 +65,30 @@ class Mover:
         Returns how many bytes of each are good: whole granules before the first bad one, 0 for a chunk whose slot was
         given away meanwhile. What lies in a target after that is garbage. Report what is bad (`damaged`).
         """
-        work = [_granules(reader, *pair) for pair in zip(chunks, targets, strict=True)]
-        granules = [granule for some in work for granule in some]
+        sums = [_checksums(reader, chunk) for chunk in chunks]
+        work = [
+            _granules(reader.payload(chunk), target, chunk.length // max(len(expected), 1)) if expected else []
+            for chunk, target, expected in zip(chunks, targets, sums, strict=True)
+        ]
+        self._run([granule for some in work for granule in some])
+        # Asked after the copy: a slot that was given away meanwhile has another generation, whatever its checksums say.
+        return [
+            _good(some, expected) if reader.intact(chunk) else 0
+            for chunk, some, expected in zip(chunks, work, sums, strict=True)
+        ]
+
+    def store(
+        self, sources: Sequence[memoryview], rooms: Sequence[memoryview], granule_bytes: Sequence[int]
+    ) -> list[bytes]:
+        """Copy each of `sources` (writable buffers, whole granules) into its room; blocks for the time of the copy.
+
+        Returns the checksums of each, as `commit` takes them: one xxh3_64 (u64 LE) a granule of what arrived.
+        """
+        work = [_granules(*each) for each in zip(sources, rooms, granule_bytes, strict=True)]
+        self._run([granule for some in work for granule in some])
+        return [b"".join(granule.checksum.to_bytes(8, "little") for granule in some) for some in work]
+
+    def _run(self, granules: Sequence[_Granule]) -> None:
         share = -(-len(granules) // self._threads)
         if self._others is None or sum(granule.length for granule in granules) < ALONE_BYTES:
             _copy(granules)
@@ -77,8 +98,6 @@ class Mover:
             _copy(granules[:share])
             for other in others:
                 other.result()
-        # Asked after the copy: a slot that was given away meanwhile has another generation, whatever its checksums say.
-        return [_good(some) if reader.intact(chunk) else 0 for chunk, some in zip(chunks, work, strict=True)]
 
     def close(self) -> None:
         """End the threads."""
@@ -86,22 +105,20 @@ class Mover:
             self._others.shutdown()
 
 
-def _granules(reader: PoolReader, chunk: ChunkRead, target: memoryview) -> list[_Granule]:
+def _checksums(reader: PoolReader, chunk: ChunkRead) -> list[int]:
+    """Those of a pinned chunk's granules; none if its header isn't right."""
     try:
-        sums = reader.checksums(chunk)
+        packed = reader.checksums(chunk)
     except CorruptChunk:
         return []
-    source = reader.payload(chunk)
-    assert len(source) == chunk.length <= target.nbytes, (len(source), chunk.length, target.nbytes)
-    length = chunk.length // (len(sums) // 8)
+    return [int.from_bytes(packed[at : at + 8], "little") for at in range(0, len(packed), 8)]
+
+
+def _granules(source: memoryview, target: memoryview, length: int) -> list[_Granule]:
+    size = source.nbytes
+    assert size <= target.nbytes and size % length == 0, (size, target.nbytes, length)
     begin, end = _address(source), _address(target)
-    return [
-        _Granule(
-            begin + at, end + at, length, target[at : at + length],
-            int.from_bytes(sums[8 * index : 8 * index + 8], "little"),
-        )
-        for index, at in enumerate(range(0, chunk.length, length))
-    ]  # fmt: skip
+    return [_Granule(begin + at, end + at, length, target[at : at + length]) for at in range(0, size, length)]
 
 
 def _address(memory: memoryview) -> int:
@@ -115,13 +132,13 @@ def _copy(granules: Sequence[_Granule]) -> None:
             length = min(PIECE_BYTES, granule.length - at)
             ctypes.memmove(granule.target + at, granule.source + at, length)
             digest.update(granule.arrived[at : at + length])
-        granule.good = digest.intdigest() == granule.checksum
+        granule.checksum = digest.intdigest()
 
 
-def _good(granules: Sequence[_Granule]) -> int:
+def _good(granules: Sequence[_Granule], expected: Sequence[int]) -> int:
     good = 0
-    for granule in granules:
-        if not granule.good:
+    for granule, checksum in zip(granules, expected, strict=True):
+        if granule.checksum != checksum:
             break
         good += granule.length
     return good
