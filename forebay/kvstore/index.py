@@ -13,9 +13,7 @@ a few comparisons.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Iterator
-from itertools import chain as joined
 from itertools import islice
 
 from forebay.errors import CorruptChunk
@@ -49,9 +47,10 @@ class ChunkTable:
     """
 
     def __init__(self) -> None:
-        self._entries: defaultdict[int, dict[bytes, Entry]] = defaultdict(dict)
+        # By group. Questions may name any group; only entries make one.
+        self._entries: dict[int, dict[bytes, Entry]] = {}
         # Most parents have one child, which then stands there itself, without a list around it.
-        self._children: defaultdict[int, dict[bytes, Entry | list[Entry]]] = defaultdict(dict)
+        self._children: dict[int, dict[bytes, Entry | list[Entry]]] = {}
         self._first: dict[bytes, dict[tuple[bytes, bytes], int]] = {}
         self._first_of: dict[Entry, bytes] = {}
         self.suspects: list[Entry] = []
@@ -62,21 +61,18 @@ class ChunkTable:
     def __iter__(self) -> Iterator[Entry]:
         return iter([entry for group in self._entries.values() for entry in group.values()])
 
-    def page(self, cursor: int, limit: int) -> list[Entry]:
-        """Entries [cursor, cursor + limit) in no particular order; skips some if the table changes between pages."""
-        return list(islice(joined.from_iterable(g.values() for g in self._entries.values()), cursor, cursor + limit))
-
     def get(self, group: int, key: bytes) -> Entry | None:
         """The entry of exactly this chunk, in whatever state."""
-        return self._entries[group].get(key)
+        entries = self._entries.get(group)
+        return None if entries is None else entries.get(key)
 
     def of_group(self, group: int) -> dict[bytes, Entry]:
         """All entries of a group by their keys. Don't mutate."""
-        return self._entries[group]
+        return self._entries.get(group, {})
 
     def insert(self, entry: Entry) -> None:
         """Take a new entry in."""
-        entries = self._entries[entry.group]
+        entries = self._entries.setdefault(entry.group, {})
         assert entry.key not in entries, entry.id
         entries[entry.key] = entry
         if entry.state is SlotState.COMMITTED:
@@ -85,7 +81,7 @@ class ChunkTable:
     def commit(self, entry: Entry) -> None:
         """`entry` has become readable: its parent's other users may find it by its tokens."""
         assert entry.state is SlotState.COMMITTED
-        children = self._children[entry.group]
+        children = self._children.setdefault(entry.group, {})
         there = children.get(entry.parent)
         if there is None:
             children[entry.parent] = entry
@@ -99,7 +95,7 @@ class ChunkTable:
     def remove(self, entry: Entry) -> None:
         """Forget an entry."""
         assert self._entries[entry.group].pop(entry.key) is entry
-        children = self._children[entry.group]
+        children = self._children.get(entry.group, {})
         there = children.get(entry.parent)
         if there is entry:
             del children[entry.parent]
@@ -150,11 +146,11 @@ class ChunkTable:
 
     def has_children(self, group: int, parent: bytes) -> bool:
         """Does a committed chunk begin where `parent` ends?"""
-        return parent in self._children[group]
+        return parent in self._children.get(group, {})
 
     def children(self, group: int, parent: bytes) -> list[Entry]:
         """Committed chunks that begin where `parent` ends. Don't mutate."""
-        there = self._children[group].get(parent)
+        there = self._children.get(group, {}).get(parent)
         return [] if there is None else there if isinstance(there, list) else [there]
 
     def best_child(self, group: int, parent: bytes, tokens: bytes, extra: bytes) -> tuple[Entry | None, int]:
@@ -176,7 +172,7 @@ class ChunkTable:
         """Committed children of `parent` whose tokens are a front of `tokens`, or all of it, shortest first."""
         if not self.has_children(group, parent):
             return []
-        entries = self._entries[group]
+        entries = self.of_group(group)
         found = (entries.get(key) for key in chain(parent, tokens, extra))
         return [entry for entry in found if entry is not None and entry.state is SlotState.COMMITTED]
 
@@ -195,7 +191,7 @@ class ChunkTable:
 
     def shorter(self, entry: Entry, tokens: bytes, extra: bytes) -> list[Entry]:
         """Committed chunks with the same `extra` whose tokens are a proper prefix of this entry's, shortest first."""
-        if not isinstance(self._children[entry.group].get(entry.parent), list):
+        if not isinstance(self._children.get(entry.group, {}).get(entry.parent), list):
             return []  # it is an only child
         entries = self._entries[entry.group]
         found = (entries.get(key) for key in chain(entry.parent, tokens, extra)[:-1])

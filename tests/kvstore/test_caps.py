@@ -81,3 +81,15 @@ def test_extents_are_all_there_is() -> None:
     for seed in range(100):
         store.store_prompt([seed] * 48)
         assert store.core.place.slots.used_bytes <= 1 << 16
+
+
+def test_asking_for_chunks_of_unheard_of_groups_leaves_nothing_behind() -> None:
+    store = small(Limits())
+    table = store.core.table
+    for group in range(2, 1000):
+        assert table.get(group, b"k" * 32) is None and not table.of_group(group)
+        assert not table.has_children(group, b"k" * 32) and table.children(group, b"k" * 32) == []
+        assert table.best_child(group, b"k" * 32, bytes(64), b"") == (None, 0)
+        assert table.fronts(group, b"k" * 32, bytes(64), b"") == []
+    store.store_prompt(list(range(CHUNK)))
+    assert len(table._entries) == len(table._children) == 2
