@@ -3,6 +3,7 @@
 The feeder commits chunks of 16 MiB whose bytes it doesn't touch, faster than the disk takes them: the tier's queue is
 full all the time, and hardly any CPU goes to anything else. So it is the tier's doing that is measured.
 
+    python -m benchmarks.tiers.beside [--seconds 4] [--no-model]
     python -m benchmarks.tiers.beside feed ADDRESS SECONDS        the feeder alone
 """
 
@@ -20,9 +21,10 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.report import Measure, Report, median
+from benchmarks.report import Measure, Report, median, parser
 from benchmarks.store_ops.client import Bench, namespace, prompt
 from benchmarks.store_ops.servers import daemon
+from benchmarks.ttft import demo_model
 from forebay.kvstore.client import StoreClient
 from forebay.kvstore.protocol import Written
 from forebay.testing.cluster import Cluster
@@ -130,5 +132,19 @@ def feed(address: str, seconds: float) -> None:
             time.sleep(FEED_PAUSE_S)
 
 
+def main() -> int:
+    """Run both; or be the feeder."""
+    if sys.argv[1:2] == ["feed"]:
+        feed(sys.argv[2], float(sys.argv[3]))
+        return 0
+    options = parser(__doc__ or "")
+    options.add_argument("--seconds", type=float, default=4.0, help="how long lookups are measured")
+    options.add_argument("--no-model", action="store_true", help="lookups alone")
+    arguments = options.parse_args()
+    report = Report("beside: what is felt of a file tier that is saturated")
+    measure(report, arguments.seconds, None if arguments.no_model else demo_model())
+    return report.print(arguments.json)
+
+
 if __name__ == "__main__":
-    feed(sys.argv[2], float(sys.argv[3]))
+    raise SystemExit(main())
