@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from forebay.tiers.messages import OptionValue
 
-WRITE_THROUGH, SECOND_HIT, EVICT = "write-through", "second-hit", "evict"
-COPY = (WRITE_THROUGH, SECOND_HIT, EVICT)
+WRITE_THROUGH, SECOND_HIT, EVICT, NEVER = "write-through", "second-hit", "evict", "never"
+COPY = (WRITE_THROUGH, SECOND_HIT, EVICT, NEVER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,7 @@ class TierRule:
     write-through   as soon as it is committed, or another tier has brought it
     second-hit      when a lookup has hit it for the second time
     evict           shortly before it would be evicted; what must go sooner is lost to this tier, and counted
+    never           a tier that is only read
 
     `pinned_share` of the pool is what its copies may keep in place at a time (more is dropped and counted); the queues
     bound what its process has in its hands, in bytes.

@@ -1,0 +1,1 @@
+"""Chunks from other hosts' stores, and chunks pushed to them."""

@@ -1,0 +1,133 @@
+"""One chunk from one peer into a slot: over the control connection, over a stream, or by NIXL.
+
+Each way ends before its function returns, or raises Unfenced: nothing is written into the slot afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Container
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from forebay.tiers.base import LoadJob
+from forebay.tiers.chunks import verify_payload
+from forebay.tiers.p2p.checks import check_wanted, checked_header
+from forebay.tiers.p2p.errors import NotThere, PeerLost, PeerRefused, TooLate
+from forebay.tiers.p2p.link import Inbox, Link
+from forebay.tiers.p2p.nixl import NixlAgent
+from forebay.tiers.p2p.stream import Streams
+from forebay.tiers.p2p.wire import PIECE_BYTES, WINDOW, Bytes, Close, NotOpened, Open, Opened, Read
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A load: where its payload goes, and until when (the loop's time)."""
+
+    job: LoadJob
+    memory: memoryview
+    due: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """How a peer's bytes may come. `streams` and `remote` (its NIXL agent) are None where that way isn't open."""
+
+    link: Link
+    streams: Streams | None = None
+    remote: str | None = None
+    remote_epoch: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A chunk that is in its slot, all of it verified: its header block, its payload's length, which way it came."""
+
+    block: bytes
+    length: int
+    way: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fetcher:
+    """What all fetches share. Verifying, and what blocks, runs on `threads`."""
+
+    threads: Executor
+    stall_s: float
+    namespaces: Container[bytes] | None
+    nixl: NixlAgent | None = None
+
+    async def fetch(self, wanted: Wanted, ways: Ways) -> Arrived:
+        """Bring the chunk into its slot. Raises NotThere, PeerLost, PeerRefused, TooLate, CorruptChunk, Unfenced."""
+        if ways.streams is not None and (ways.remote is None or self.nixl is None):
+            return await self._by_stream(wanted, ways.streams)
+        with ways.link.request() as (rid, inbox):
+            opened = await self._open(wanted, ways.link, rid, inbox)
+            try:
+                header = checked_header(opened.header, opened.length, self.namespaces)
+                check_wanted(header, wanted.job.chunk, len(wanted.memory))
+                memory = wanted.memory[: opened.length]
+                way = "nixl" if await self._by_nixl(wanted, ways, opened, memory) else "frames"
+                if way == "frames":
+                    await self._by_frames(wanted, ways.link, rid, inbox, memory)
+            finally:
+                ways.link.send(Close(rid))
+        await asyncio.get_running_loop().run_in_executor(self.threads, verify_payload, header, memory)
+        return Arrived(opened.header, opened.length, way)
+
+    async def _open(self, wanted: Wanted, link: Link, rid: int, inbox: Inbox) -> Opened:
+        if not link.send(Open(rid, wanted.job.chunk, len(wanted.memory))):
+            raise PeerLost("the peer takes nothing")
+        message, _ = await inbox.next(self._patience(wanted))
+        if isinstance(message, NotOpened):
+            if message.reason == "busy":
+                raise PeerRefused("busy")
+            raise NotThere(message.reason)
+        if not isinstance(message, Opened):
+            raise PeerLost(f"{type(message).__name__} came instead of Opened")
+        return message
+
+    def _patience(self, wanted: Wanted) -> float:
+        left = wanted.due - asyncio.get_running_loop().time()
+        if left <= 0:
+            raise TooLate("the deadline has passed")
+        return min(left, self.stall_s)
+
+    async def _by_frames(self, wanted: Wanted, link: Link, rid: int, inbox: Inbox, memory: memoryview) -> None:
+        """Pieces, the window ahead; each may come once, in order."""
+        asked = have = 0
+        while have < len(memory):
+            while asked < len(memory) and asked - have < WINDOW * PIECE_BYTES:
+                size = min(PIECE_BYTES, len(memory) - asked)
+                if not link.send(Read(rid, asked, size)):
+                    break
+                asked += size
+            message, piece = await inbox.next(self._patience(wanted))
+            size = min(PIECE_BYTES, len(memory) - have)
+            if not isinstance(message, Bytes) or piece is None or (message.offset, len(piece)) != (have, size):
+                raise PeerLost("a piece came that wasn't asked for")
+            memory[have : have + size] = piece
+            have += size
+
+    async def _by_stream(self, wanted: Wanted, streams: Streams) -> Arrived:
+        return await asyncio.get_running_loop().run_in_executor(self.threads, self._stream, wanted, streams)
+
+    def _stream(self, wanted: Wanted, streams: Streams) -> Arrived:
+        got = streams.fetch(wanted.job.chunk, wanted.memory, wanted.due, self.stall_s)
+        header = checked_header(got.block, got.length, self.namespaces)
+        check_wanted(header, wanted.job.chunk, len(wanted.memory))
+        verify_payload(header, wanted.memory[: got.length])
+        return Arrived(got.block, got.length, "stream")
+
+    async def _by_nixl(self, wanted: Wanted, ways: Ways, opened: Opened, memory: memoryview) -> bool:
+        """Read by NIXL; False where that way isn't open."""
+        nixl = self.nixl
+        if nixl is None or ways.remote is None or not opened.address or opened.nixl_epoch != ways.remote_epoch:
+            return False
+        if not nixl.attached(wanted.job.extent):
+            return False
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(
+            nixl.thread, nixl.read, ways.remote, opened.address, memory, wanted.due, self.stall_s
+        )
+        return True

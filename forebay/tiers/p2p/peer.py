@@ -1,0 +1,161 @@
+"""A peer as this host sees it: connected, or left alone for a while. This is its circuit breaker.
+
+    down --(backoff is over, Hello is answered)--> up --(silent, lies, too many slips)--> down, for longer each time
+
+What a peer has proved with a verified chunk sets the backoff back. An answer to Hello doesn't: who lies greets too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from forebay.errors import ForebayError
+from forebay.tiers.p2p.errors import PeerLost
+from forebay.tiers.p2p.link import Link
+from forebay.tiers.p2p.sockets import Socket, gone
+from forebay.tiers.p2p.wire import Welcome
+
+log = logging.getLogger("forebay.tier.p2p")
+
+HELLO_S = 2.0
+SLIPS_MAX = 3
+"""Answers in a row that are late, or hits in a row that weren't there: then the peer is left alone."""
+
+
+@dataclass
+class Backoff:
+    """How long a peer is left alone, in seconds."""
+
+    first_s: float = 0.2
+    max_s: float = 10.0
+    now_s: float = 0.0
+
+    def next(self) -> float:
+        """The next time to wait; each longer than the one before."""
+        self.now_s = min(max(self.now_s * 2, self.first_s), self.max_s)
+        return self.now_s
+
+    def reset(self) -> None:
+        """Begin again with the shortest."""
+        self.now_s = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Self:
+    """How this host introduces itself."""
+
+    name: str
+    boot: bytes
+    nixl: bool
+
+
+class Peer:
+    """Keeps a link to one peer. `dial` makes a socket; `changed` is called when it comes up or goes down; `greeted`
+    with each Welcome, on the loop. `link` is there while it is up."""
+
+    def __init__(
+        self,
+        name: str,
+        me: Self,
+        dial: Callable[[], Socket],
+        changed: Callable[[], None],
+        greeted: Callable[[Peer, Welcome], None] = lambda peer, welcome: None,
+        backoff: Backoff | None = None,
+    ) -> None:
+        self.name = name
+        self._me, self._dial, self._changed, self._greeted = me, dial, changed, greeted
+        self._backoff = backoff or Backoff()
+        self._late = self._broken = 0
+        self._last_why = ""
+        self.link: Link | None = None
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def up(self) -> bool:
+        return self.link is not None and self.link.open
+
+    @property
+    def state(self) -> str:
+        """For people."""
+        return "up" if self.up else f"down: {self._last_why or 'not reached yet'}"
+
+    async def run(self) -> None:
+        """Keep connected until cancelled."""
+        while True:
+            why = await self._one_link()
+            self.counts["downs"] += 1
+            if why != self._last_why:
+                log.warning("p2p: peer %s is left alone: %s", self.name, why)
+            self._last_why = why
+            self._changed()
+            await asyncio.sleep(self._backoff.next())
+
+    async def _one_link(self) -> str:
+        """From Hello to the end of one link; returns why it ended."""
+        try:
+            socket = self._dial()
+        except ForebayError as error:
+            return str(error)
+        link = Link(socket, asyncio.get_running_loop().time)
+        receiving = asyncio.create_task(link.receive())
+        pinging: asyncio.Task[None] | None = None
+        try:
+            welcome = await link.greet(self._me.name, self._me.boot, HELLO_S, nixl=self._me.nixl)
+            self._greeted(self, welcome)
+            self.link, self._late, self._broken = link, 0, 0
+            self.counts["ups"] += 1
+            log.info("p2p: peer %s is up", self.name)
+            self._changed()
+            pinging = asyncio.create_task(link.ping())
+            return await asyncio.shield(link.failed)
+        except PeerLost as error:
+            return str(error)
+        finally:
+            self.link = None
+            link.close()
+            await gone(pinging)
+            await gone(receiving)
+
+    # --- what it did -----------------------------------------------------------------------------------
+
+    def served(self) -> None:
+        """It brought a chunk whose bytes were right, or took one."""
+        self._late = self._broken = 0
+        self._backoff.reset()
+
+    def answered(self) -> None:
+        """It answered in time."""
+        self._late = 0
+
+    def late(self) -> None:
+        """It didn't answer in time. Not bad once."""
+        self.counts["late"] += 1
+        self._late += 1
+        if self._late >= SLIPS_MAX:
+            self.leave(f"{self._late} answers in a row were late")
+
+    def broke_promise(self) -> None:
+        """It hadn't got what it had said that it has. Not bad once."""
+        self.counts["broken_promises"] += 1
+        self._broken += 1
+        if self._broken >= SLIPS_MAX:
+            self.leave(f"{self._broken} chunks in a row weren't there that it said it has")
+
+    def lied(self, why: str) -> None:
+        """What it sent wasn't what it should be: it is left alone at once."""
+        self.counts["lies"] += 1
+        log.warning("p2p: peer %s sent what can't be true: %s", self.name, why)
+        self.leave(why)
+
+    def leave(self, why: str) -> None:
+        """Leave it alone for a while."""
+        if self.link is not None:
+            self.link.fail(why)
+
+    def figures(self) -> dict[str, float]:
+        """Gauges and counters."""
+        return {"up": float(self.up), **{name: float(count) for name, count in self.counts.items()}}

@@ -1,0 +1,121 @@
+"""Store jobs: a chunk of ours is offered to one peer, which makes room for it, verifies it and commits it.
+
+Which one: of those that are named and up, the one that ranks highest for the chunk's key (rendezvous hashing), so that
+a chunk that is pushed again goes where it is already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from forebay.tiers.base import JobResult, StoreJob
+from forebay.tiers.chunks import Slot
+from forebay.tiers.p2p.errors import PeerError, PeerLost, PeerRefused
+from forebay.tiers.p2p.link import Inbox, Link
+from forebay.tiers.p2p.peer import Peer
+from forebay.tiers.p2p.wire import PIECE_BYTES, WINDOW, Accepted, Bytes, Declined, Offer, Stored, Taken, Withdraw
+
+log = logging.getLogger("forebay.tier.p2p")
+
+PUSHES_AT_ONCE = 4
+REASONS = {"full": "full", "busy": "dropped", "namespace": "dropped", "corrupt": "corrupt"}
+
+
+def ranked(key: bytes, names: Sequence[str]) -> list[str]:
+    """Names by their rank for this key, the same for everybody."""
+    return sorted(names, key=lambda name: hashlib.sha256(key + name.encode()).digest())
+
+
+@dataclass
+class Pushes:
+    """Runs on the engine's loop. `namespaces` are encodings by id, for peers that don't know them yet."""
+
+    peers: Mapping[str, Peer]
+    push_to: Sequence[str]
+    namespaces: Mapping[bytes, bytes]
+    finish: Callable[[JobResult], None]
+    stall_s: float
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._turns = asyncio.Semaphore(PUSHES_AT_ONCE)
+        self.running = 0
+
+    async def run(self, job: StoreJob, slot: Slot) -> None:
+        """One job, to its result. The slot's memory is read until then, and not afterwards."""
+        self.running += 1
+        result = JobResult(job.id, False, "io")
+        try:
+            async with self._turns:
+                result = await self._push(job, slot)
+        except Exception:
+            self.counts["push_failures"] += 1
+            log.exception("p2p: pushing %s failed", job.chunk.key.hex())
+        finally:
+            self.running -= 1
+            self.counts[f"pushes_{result.reason}" if result.reason else "pushes_ok"] += 1
+            self.finish(result)
+
+    async def _push(self, job: StoreJob, slot: Slot) -> JobResult:
+        names = ranked(job.chunk.key, [name for name in self.push_to if self.peers[name].up])
+        if not names:
+            return JobResult(job.id, False, "dropped")
+        peer = self.peers[names[0]]
+        link = peer.link
+        assert link is not None
+        try:
+            reason = await self._to(link, job, slot)
+        except PeerRefused:
+            return JobResult(job.id, False, "dropped")
+        except PeerLost as error:
+            peer.leave(str(error))
+            return JobResult(job.id, False, "io")
+        except PeerError:
+            return JobResult(job.id, False, "io")
+        if reason:
+            return JobResult(job.id, False, REASONS.get(reason, "io"))
+        peer.served()
+        return JobResult(job.id, True, length=job.length)
+
+    async def _to(self, link: Link, job: StoreJob, slot: Slot) -> str:
+        """Push to one peer; empty if it has the chunk now, else why not. Raises PeerError."""
+        namespace = self.namespaces.get(slot.header.namespace, b"")
+        with link.request() as (rid, inbox):
+            if not link.send(Offer(rid, slot.block, len(slot.payload), namespace)):
+                raise PeerLost("the peer takes nothing")
+            message, _ = await inbox.next(self.stall_s)
+            if isinstance(message, Declined):
+                self.counts[f"declined_{message.reason}"] += 1
+                return "" if message.reason == "have" else message.reason
+            if not isinstance(message, Accepted):
+                raise PeerLost(f"{type(message).__name__} came instead of Accepted")
+            ended = False
+            try:
+                stored = await self._send(link, rid, inbox, slot.payload)
+                ended = True
+            finally:
+                if not ended:
+                    link.send(Withdraw(rid))
+        self.counts["pushed_bytes"] += len(slot.payload) if stored.ok else 0
+        return "" if stored.ok else stored.reason or "io"
+
+    async def _send(self, link: Link, rid: int, inbox: Inbox, payload: memoryview) -> Stored:
+        sent = taken = 0
+        while True:
+            while sent < len(payload) and sent - taken < WINDOW * PIECE_BYTES:
+                # A copy: the job may be over, and the slot another's, while ZMQ still holds what a hung peer left.
+                piece = memoryview(bytes(payload[sent : sent + PIECE_BYTES]))
+                if not link.send(Bytes(rid, sent), piece):
+                    break
+                sent += len(piece)
+            message, _ = await inbox.next(self.stall_s)
+            if isinstance(message, Stored):
+                return message
+            if not isinstance(message, Taken) or not taken < message.received <= sent:
+                raise PeerLost(f"{type(message).__name__} came in the middle of a push")
+            taken = message.received

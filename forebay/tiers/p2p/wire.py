@@ -1,0 +1,189 @@
+"""What two stores' p2p tiers say to each other: one message a ZMQ message, bytes of chunks in a second frame.
+
+    who dials -> who listens       Hello, Ping, Ask, Open, Read, Close, Offer, Bytes (+ frame), Withdraw
+    who listens -> who dials       Welcome, Refused, Pong, Answer, Opened, NotOpened, Bytes (+ frame), Accepted,
+                                   Declined, Taken, Stored
+
+`rid` is chosen by who dials; Read, Close, Bytes and Withdraw carry that of the Open or Offer they belong to.
+A message of another version, or that isn't one, is answered by Refused or ends the connection; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Union
+
+import msgspec
+
+from forebay.ipc.framing import Codec
+from forebay.tiers.base import ChunkId, LookupResult, Query
+
+VERSION = 1
+PIECE_BYTES = 1 << 20
+"""Bytes of a chunk in one message."""
+WINDOW = 8
+"""Pieces that are asked for, or sent, ahead of those that have come."""
+MESSAGE_BYTES_MAX = 2 << 20
+ASK_QUERIES_MAX = 256
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages; the tag is the class's name."""
+
+
+class Hello(Message, frozen=True):
+    """First message. `boot` is new with each process; `nixl` says whether its NIXL may read."""
+
+    version: int
+    name: str
+    boot: bytes
+    nixl: bool
+
+
+class Welcome(Message, frozen=True):
+    """Answer to Hello. `ticket` opens streams at `stream_port` (0: none here); `nixl` is the metadata of an agent that
+    may be read from (empty: none), as of `nixl_epoch`."""
+
+    version: int
+    name: str
+    boot: bytes
+    stream_port: int
+    ticket: bytes
+    nixl: bytes
+    nixl_epoch: int
+
+
+class Refused(Message, frozen=True):
+    """The message isn't taken. With `rid` 0 the whole connection isn't: say Hello anew, or give up."""
+
+    rid: int
+    why: str
+
+
+class Ping(Message, frozen=True):
+    """Are you there? Also says that who dials is."""
+
+
+class Pong(Message, frozen=True):
+    """Yes. A higher `nixl_epoch` than that of Welcome: its metadata has changed, say Hello anew for it."""
+
+    nixl_epoch: int
+
+
+class Ask(Message, frozen=True):
+    """What of these is in your memory? It doesn't ask its own peers. Answered by Answer."""
+
+    rid: int
+    queries: list[Query]
+
+
+class Answer(Message, frozen=True):
+    """One result a query. What is a hit stays there for a short while."""
+
+    rid: int
+    results: list[LookupResult]
+
+
+class Open(Message, frozen=True):
+    """Hold this chunk for me until Close. Answered by Opened or NotOpened."""
+
+    rid: int
+    chunk: ChunkId
+    capacity: int
+
+
+class Opened(Message, frozen=True):
+    """`header` is its header block, `length` its payload's, `address` where NIXL may read it (0: nowhere)."""
+
+    rid: int
+    header: bytes
+    length: int
+    address: int
+    nixl_epoch: int
+
+
+class NotOpened(Message, frozen=True):
+    """It isn't there (`missing`), doesn't fit the capacity (`corrupt`), or there is too much to do (`busy`)."""
+
+    rid: int
+    reason: str
+
+
+class Read(Message, frozen=True):
+    """Send [offset, offset + length) of an open chunk's payload. Answered by Bytes."""
+
+    rid: int
+    offset: int
+    length: int
+
+
+class Close(Message, frozen=True):
+    """An open chunk isn't needed any more. No answer."""
+
+    rid: int
+
+
+class Bytes(Message, frozen=True):
+    """A piece of a payload is in the next frame."""
+
+    rid: int
+    offset: int
+
+
+class Offer(Message, frozen=True):
+    """May I push this chunk? `namespace` is the encoding of the one that it belongs to (empty: not known here).
+    Answered by Accepted or Declined."""
+
+    rid: int
+    header: bytes
+    length: int
+    namespace: bytes
+
+
+class Accepted(Message, frozen=True):
+    """Send its Bytes, the window's pieces ahead of what is Taken."""
+
+    rid: int
+
+
+class Declined(Message, frozen=True):
+    """`have`: it is here, or on its way; else why not: full, namespace, corrupt, busy, io."""
+
+    rid: int
+    reason: str
+
+
+class Taken(Message, frozen=True):
+    """So many bytes of a push have come."""
+
+    rid: int
+    received: int
+
+
+class Stored(Message, frozen=True):
+    """End of a push. If `ok` the chunk was verified and can be read there."""
+
+    rid: int
+    ok: bool
+    reason: str
+
+
+class Withdraw(Message, frozen=True):
+    """The push is given up. No answer."""
+
+    rid: int
+
+
+Outcome = Literal["have", "full", "namespace", "corrupt", "busy", "io"]
+ToListener = Union[Hello, Ping, Ask, Open, Read, Close, Offer, Bytes, Withdraw]
+ToDialer = Union[
+    Welcome, Refused, Pong, Answer, Opened, NotOpened, Bytes, Accepted, Declined, Taken, Stored
+]  # fmt: skip
+
+_encode = msgspec.msgpack.Encoder().encode
+LISTENER: Codec[ToListener] = Codec(ToListener, MESSAGE_BYTES_MAX)
+DIALER: Codec[ToDialer] = Codec(ToDialer, MESSAGE_BYTES_MAX)
+
+
+def encode(message: Message) -> bytes:
+    """A message's bytes, without a frame around them: ZMQ has its own."""
+    return _encode(message)
