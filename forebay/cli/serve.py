@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forebay.cli import tenants, tiers
 from forebay.cli.places import cache_dir, runtime_dir
 from forebay.cli.tables import bytes_text
-from forebay.cli.tenants import ATTENTION, POLICY, TENANTS, inline
 from forebay.config import Setting, add_settings, at_least, boolean, one_of, path, port, resolve, size, text
 from forebay.errors import ConfigError
 from forebay.parent import PARENT_VARIABLE
@@ -54,9 +54,10 @@ SETTINGS = (
     Setting("max_queue", at_least(1), None, "requests under way at once; more get 429", shown="256"),
     Setting("events", text, None, "ZMQ endpoint of the store's KV events, such as tcp://127.0.0.1:5557"),
     Setting("replay", text, None, "ZMQ endpoint of their replay"),
-    TENANTS,
-    POLICY,
-    ATTENTION,
+    tiers.TIERS,
+    tenants.TENANTS,
+    tenants.POLICY,
+    tenants.ATTENTION,
 )
 
 _CURL = """try
@@ -123,7 +124,8 @@ def _config(values: dict[str, Any], model: Path) -> ServeConfig:
 
     store = {name: values[name] for name in ("events", "replay")}
     store["memory"] = values["memory"] or default_memory(values["pool_dir"])
-    store["tenants"] = inline(values["tenants"]) if values["tenants"] else None
+    store["tenants"] = tenants.inline(values["tenants"]) if values["tenants"] else None
+    store["tiers"] = tiers.inline(values["tiers"]) if values["tiers"] else None
     store["policy"], store["attention_tokens"] = values["policy"], values["attention_tokens"]
     if not values["no_fs"]:
         store["fs"] = _files(values)

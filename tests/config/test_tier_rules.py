@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from forebay.cli import serve
 from forebay.cli.store import SETTINGS
 from forebay.cli.tiers import inline
 from forebay.config import resolve
@@ -30,6 +31,13 @@ def test_a_file_names_tiers_with_their_kind_and_options_in_order(tmp_path: Path)
     assert list(tiers) == ["near", "far"]
     assert tiers["near"] == TierRule("fs", {"directory": "/near", "quota_bytes": 2 << 30})
     assert tiers["far"] == TierRule("mine.module:Tier", {"timeout_s": 0.5}, "second-hit", 0.1)
+
+
+def test_serve_hands_its_store_the_tiers_that_it_was_given(tmp_path: Path) -> None:
+    file = tmp_path / "forebay.toml"
+    file.write_text('[tiers.far]\nkind = "memory"\ncopy = "evict"\nquota_bytes = "1MiB"\n')
+    given = resolve("serve", serve.SETTINGS, {"config": str(file)}, {})["tiers"]
+    assert settled(inline(given)) == given == {"far": TierRule("memory", {"quota_bytes": 1 << 20}, "evict")}
 
 
 def test_a_flag_takes_the_same_as_an_inline_table_and_comes_back_from_one() -> None:
