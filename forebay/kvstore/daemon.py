@@ -64,14 +64,15 @@ class Daemon:
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
         listener = listen(self.config.socket, group=self.config.socket_group)
         pool = PoolFiles(pool_path(self.config.pool_dir, self.config.socket), self.config.extent_bytes)
-        clean = fresh = False
+        clean = fresh = opened = False
         try:
             fresh = not pool.path.exists()
             pool.open()
+            opened = True
             clean = await self._with_pool(listener, pool)
         except (ForebayError, OSError) as error:
-            # What could not start leaves nothing behind that wasn't there.
-            clean = fresh and not isinstance(error, AlreadyRunning)
+            # What could not start leaves nothing behind that wasn't there, unless somebody else has it now.
+            clean = fresh and (opened or not isinstance(error, AlreadyRunning))
             if isinstance(error, ForebayError):
                 raise
             why = f"the pool {pool.path} can't be used ({error.strerror or error})"

@@ -12,6 +12,7 @@ import pytest
 
 from forebay.errors import StoreError
 from forebay.kvstore.client import StoreClient
+from forebay.kvstore.extents import pool_path
 from forebay.kvstore.identity import KEY_BYTES
 from forebay.kvstore.protocol import Found
 from tests.kvstore.running import Store, get, prompt_of, put
@@ -212,6 +213,15 @@ def test_a_tier_that_cannot_be_what_is_asked_for_keeps_the_store_from_starting(t
         [*command, "--memory", "16MiB"], capture_output=True, text=True, timeout=60, check=False
     )
     assert ended.returncode == 2 and "'far'" in ended.stderr and "nowhere.module" in ended.stderr
+
+
+def test_a_store_that_a_tier_keeps_from_starting_leaves_no_pool(tmp_path: Path) -> None:
+    config, socket = tmp_path / "forebay.toml", tmp_path / "s.sock"
+    config.write_text(f'[tiers.taken]\nkind = "{ODD}Taken"\n')
+    command = [sys.executable, "-m", "forebay", "store", "--config", str(config), "--socket", str(socket)]
+    ended = subprocess.run([*command, "--memory", "16MiB"], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 4 and "has my directory" in ended.stderr
+    assert not pool_path(Path("/dev/shm"), socket).exists() and not socket.exists()
 
 
 # --- warming -----------------------------------------------------------------------------------------------

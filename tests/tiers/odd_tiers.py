@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from forebay.errors import NoSpace, TierUnavailable
+from forebay.errors import AlreadyRunning, NoSpace, TierUnavailable
 from forebay.tiers.base import ChunkId, JobResult, LoadJob, LookupResult, Query, StoreJob
 from forebay.tiers.errors import TierFailed
 from forebay.tiers.memory import MemoryTier
@@ -96,6 +96,13 @@ class Full(Plain):
 
     def __init__(self, name: str, options: Mapping[str, object]) -> None:
         raise NoSpace("the disk is full: free some")
+
+
+class Taken(Plain):
+    """Can't start: somebody else has what it needs."""
+
+    def __init__(self, name: str, options: Mapping[str, object]) -> None:
+        raise AlreadyRunning("another process has my directory")
 
 
 class Bug(Plain):
