@@ -41,7 +41,7 @@ class Telling(Suite):
 
     def test_statistics_always_have_the_agreed_names(self, driver: Driver) -> None:
         assert {"bytes", "bytes_quota", "chunks", "queue_bytes"} <= driver.engine.stats().values.keys()
-        assert driver.value("bytes_quota") == QUOTA
+        assert "quota" in self.lacks or driver.value("bytes_quota") == QUOTA
 
     @needs("counts")
     def test_figures_are_finite_numbers_and_nothing_is_queued_at_rest(self, driver: Driver) -> None:

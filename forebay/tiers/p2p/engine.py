@@ -32,7 +32,7 @@ from forebay.tiers.p2p.push import Pushes
 from forebay.tiers.p2p.server import Server
 from forebay.tiers.p2p.source import Source, StoreSource
 from forebay.tiers.p2p.stream import Place, Streams, StreamServer
-from forebay.tiers.p2p.wire import ASK_QUERIES_MAX, Welcome
+from forebay.tiers.p2p.wire import Welcome, batches, sound
 
 log = logging.getLogger("forebay.tier.p2p")
 
@@ -265,13 +265,15 @@ class Engine:
         agent, epoch = self._remotes.get(peer.name, (None, -1))
         return Ways(link, self._streams.get(peer.name), agent, epoch)
 
-    def _ask_all(self, queries: list[Query]) -> None:
+    def _ask_all(self, asked: list[Query]) -> None:
+        queries = [query for query in asked if sound(query)]
         for peer in self._peers.values():
             if not peer.up:
-                self._answers.silent(peer.name, queries)
+                self._answers.silent(peer.name, asked)
                 continue
-            for at in range(0, len(queries), ASK_QUERIES_MAX):
-                self._spawn(self._ask, peer, queries[at : at + ASK_QUERIES_MAX])
+            self._answers.silent(peer.name, (query for query in asked if not sound(query)))
+            for batch in batches(queries):
+                self._spawn(self._ask, peer, batch)
         self._wake()
 
     async def _ask(self, peer: Peer, queries: list[Query]) -> None:

@@ -21,6 +21,10 @@ class NotThere(PeerError):
     """The peer hasn't got the chunk."""
 
 
+class Damaged(PeerError):
+    """The payload isn't what its header says: it was damaged there, or on its way, or the peer lies."""
+
+
 class TooLate(PeerError):
     """The deadline has passed."""
 

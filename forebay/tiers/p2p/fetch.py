@@ -10,10 +10,12 @@ from collections.abc import Container
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
+from forebay.errors import CorruptChunk
+from forebay.kvstore.header import ChunkHeader
 from forebay.tiers.base import LoadJob
 from forebay.tiers.chunks import verify_payload
 from forebay.tiers.p2p.checks import check_wanted, checked_header
-from forebay.tiers.p2p.errors import NotThere, PeerLost, PeerRefused, TooLate
+from forebay.tiers.p2p.errors import Damaged, NotThere, PeerLost, PeerRefused, TooLate
 from forebay.tiers.p2p.link import Inbox, Link
 from forebay.tiers.p2p.nixl import NixlAgent
 from forebay.tiers.p2p.stream import Streams
@@ -58,7 +60,8 @@ class Fetcher:
     nixl: NixlAgent | None = None
 
     async def fetch(self, wanted: Wanted, ways: Ways) -> Arrived:
-        """Bring the chunk into its slot. Raises NotThere, PeerLost, PeerRefused, TooLate, CorruptChunk, Unfenced."""
+        """Bring the chunk into its slot. Raises NotThere, PeerLost, PeerRefused, TooLate, CorruptChunk, Damaged,
+        Unfenced."""
         if ways.streams is not None and (ways.remote is None or self.nixl is None):
             return await self._by_stream(wanted, ways.streams)
         with ways.link.request() as (rid, inbox):
@@ -72,7 +75,7 @@ class Fetcher:
                     await self._by_frames(wanted, ways.link, rid, inbox, memory)
             finally:
                 ways.link.send(Close(rid))
-        await asyncio.get_running_loop().run_in_executor(self.threads, verify_payload, header, memory)
+        await asyncio.get_running_loop().run_in_executor(self.threads, _verify, header, memory)
         return Arrived(opened.header, opened.length, way)
 
     async def _open(self, wanted: Wanted, link: Link, rid: int, inbox: Inbox) -> Opened:
@@ -116,7 +119,7 @@ class Fetcher:
         got = streams.fetch(wanted.job.chunk, wanted.memory, wanted.due, self.stall_s)
         header = checked_header(got.block, got.length, self.namespaces)
         check_wanted(header, wanted.job.chunk, len(wanted.memory))
-        verify_payload(header, wanted.memory[: got.length])
+        _verify(header, wanted.memory[: got.length])
         return Arrived(got.block, got.length, "stream")
 
     async def _by_nixl(self, wanted: Wanted, ways: Ways, opened: Opened, memory: memoryview) -> bool:
@@ -131,3 +134,10 @@ class Fetcher:
             nixl.thread, nixl.read, ways.remote, opened.address, memory, wanted.due, self.stall_s
         )
         return True
+
+
+def _verify(header: ChunkHeader, payload: memoryview) -> None:
+    try:
+        verify_payload(header, payload)
+    except CorruptChunk as error:
+        raise Damaged(str(error)) from error

@@ -21,6 +21,7 @@ from forebay.tiers.p2p.wire import (
     VERSION,
     Answer,
     Ask,
+    Bye,
     Hello,
     Message,
     Ping,
@@ -179,6 +180,8 @@ class Link:
             inbox.put(PeerLost(why))
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the socket. What was said just before is still sent, if it can be at once."""
+        if self.open:
+            self.send(Bye())
         self.fail("closed")
         self._socket.close()

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from forebay.errors import CorruptChunk
-from forebay.tiers.base import ChunkId, JobResult, Query
+from forebay.tiers.base import ChunkId, JobResult
+from forebay.tiers.p2p import wire
 from forebay.tiers.p2p.answers import Answers
-from forebay.tiers.p2p.errors import NotThere, PeerError, PeerLost, PeerRefused, TooLate, Unfenced
+from forebay.tiers.p2p.errors import Damaged, NotThere, PeerError, PeerLost, PeerRefused, TooLate, Unfenced
 from forebay.tiers.p2p.fetch import Arrived, Fetcher, Wanted, Ways
 from forebay.tiers.p2p.peer import Peer
 
@@ -82,6 +83,8 @@ class Loads:
                 if outcome.ok or outcome.reason == "late":
                     return outcome
                 reason = outcome.reason if outcome.reason != "missing" else reason
+        if asyncio.get_running_loop().time() >= wanted.due:
+            return JobResult(wanted.job.id, False, "late")
         self.answers.forget([chunk])
         return JobResult(wanted.job.id, False, reason)
 
@@ -98,6 +101,11 @@ class Loads:
         except CorruptChunk as error:
             self.answers.not_there(job.chunk, peer.name)
             peer.lied(str(error))
+            return JobResult(job.id, False, "corrupt")
+        except Damaged as error:
+            self.answers.not_there(job.chunk, peer.name)
+            ways.link.send(wire.Damaged(job.chunk))
+            peer.sent_damage(str(error))
             return JobResult(job.id, False, "corrupt")
         except NotThere:
             self.answers.not_there(job.chunk, peer.name)
@@ -136,7 +144,7 @@ class Loads:
         if link is None:
             return False
         try:
-            (result,) = await link.ask([Query(chunk.group, chunk.key, b"", b"")], timeout_s)
+            (result,) = await link.ask([wire.exact(chunk)], timeout_s)
         except PeerError:
             return False
         return result.outcome == "hit" and result.key == chunk.key

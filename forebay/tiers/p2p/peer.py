@@ -145,6 +145,14 @@ class Peer:
         if self._broken >= SLIPS_MAX:
             self.leave(f"{self._broken} chunks in a row weren't there that it said it has")
 
+    def sent_damage(self, why: str) -> None:
+        """A payload wasn't what its header says. That may be a bit that has flipped over there; not bad once."""
+        self.counts["damaged"] += 1
+        self._broken += 1
+        log.warning("p2p: peer %s sent a damaged chunk: %s", self.name, why)
+        if self._broken >= SLIPS_MAX:
+            self.leave(f"{self._broken} chunks in a row were damaged or missing")
+
     def lied(self, why: str) -> None:
         """What it sent wasn't what it should be: it is left alone at once."""
         self.counts["lies"] += 1

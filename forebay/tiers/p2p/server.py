@@ -29,8 +29,10 @@ from forebay.tiers.p2p.wire import (
     Accepted,
     Answer,
     Ask,
+    Bye,
     Bytes,
     Close,
+    Damaged,
     Declined,
     Hello,
     Message,
@@ -44,9 +46,11 @@ from forebay.tiers.p2p.wire import (
     Refused,
     Stored,
     Taken,
+    ToListener,
     Welcome,
     Withdraw,
     encode,
+    sound,
 )
 
 log = logging.getLogger("forebay.tier.p2p")
@@ -131,10 +135,15 @@ class Server:
         guest = self.guests.get(identity)
         if guest is None:
             self._send(identity, Refused(0, "say Hello first"))
-            return
+        elif isinstance(message, Bye):
+            self.guests.remove(identity)
+        elif isinstance(message, Ping):
+            self._send(identity, Pong(self.remote.epoch))
+        else:
+            self._request(guest, identity, message, piece)
+
+    def _request(self, guest: Guest, identity: bytes, message: ToListener, piece: memoryview | None) -> None:
         match message:
-            case Ping():
-                self._send(identity, Pong(self.remote.epoch))
             case Ask():
                 self._start(guest, identity, message.rid, self._ask(identity, message))
             case Open():
@@ -151,6 +160,9 @@ class Server:
                 self._bytes(guest, identity, message, piece)
             case Withdraw(rid=rid):
                 self._withdraw(guest, rid)
+            case Damaged(chunk=chunk):
+                self.counts["told_damaged"] += 1
+                self.source.damaged(chunk)
 
     def _hello(self, identity: bytes, hello: Hello) -> None:
         if hello.version != VERSION:
@@ -198,8 +210,8 @@ class Server:
     # --- reading ---------------------------------------------------------------------------------------
 
     async def _ask(self, identity: bytes, message: Ask) -> None:
-        if len(message.queries) > ASK_QUERIES_MAX:
-            self._send(identity, Refused(message.rid, f"at most {ASK_QUERIES_MAX} queries"))
+        if len(message.queries) > ASK_QUERIES_MAX or not all(sound(query) for query in message.queries):
+            self._send(identity, Refused(message.rid, f"at most {ASK_QUERIES_MAX} queries, with keys of 32 bytes"))
             return
         results = await asyncio.wait_for(self.source.find(message.queries), DAEMON_S)
         self.counts["answers"] += 1

@@ -23,13 +23,14 @@ ZAP_DOMAIN = b"forebay"
 MESSAGES_QUEUED_MAX = 64
 """Towards one peer. Whoever doesn't take what it asked for costs this much memory and then gets nothing."""
 HANDSHAKE_MS = 5000
+LINGER_MS = 100
 Context = zmq.asyncio.Context
 Socket = zmq.asyncio.Socket
 
 
 def _bounded(context: Context, kind: int) -> Socket:
     socket = context.socket(kind)
-    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
     socket.setsockopt(zmq.SNDHWM, MESSAGES_QUEUED_MAX)
     socket.setsockopt(zmq.RCVHWM, MESSAGES_QUEUED_MAX)

@@ -22,6 +22,7 @@ from forebay.kvstore.protocol import ChunkRead, NewChunk, Written
 from forebay.tiers.base import ChunkId, LookupResult, Query
 from forebay.tiers.chunks import best_match
 from forebay.tiers.p2p.answers import MISS
+from forebay.tiers.p2p.wire import exact
 
 log = logging.getLogger("forebay.tier.p2p")
 
@@ -79,6 +80,9 @@ class Source(Protocol):
 
     def writable(self, room: Room) -> bool:
         """May the room still be written? Ask before each piece."""
+
+    def damaged(self, chunk: ChunkId) -> None:
+        """Somebody has read wrong bytes: the store shall look at this chunk itself."""
 
     def figures(self) -> dict[str, float]:
         """Gauges and counters."""
@@ -181,7 +185,7 @@ class StoreSource:
 
     async def lend(self, chunk: ChunkId) -> Loan | None:
         try:
-            held = await self._client.hold([Query(chunk.group, chunk.key, b"", b"")], lease_ms=int(LOAN_S * 1000))
+            held = await self._client.hold([exact(chunk)], lease_ms=int(LOAN_S * 1000))
         except ForebayError:
             return None
         if not held.lease:
@@ -254,6 +258,9 @@ class StoreSource:
 
     def writable(self, room: Room) -> bool:
         return room.connection == self._connection and self._client.connected
+
+    def damaged(self, chunk: ChunkId) -> None:
+        self._client.damaged([(chunk.group, chunk.key)])
 
     def figures(self) -> dict[str, float]:
         return {

@@ -1,6 +1,7 @@
 """What two stores' p2p tiers say to each other: one message a ZMQ message, bytes of chunks in a second frame.
 
-    who dials -> who listens       Hello, Ping, Ask, Open, Read, Close, Offer, Bytes (+ frame), Withdraw
+    who dials -> who listens       Hello, Ping, Ask, Open, Read, Close, Offer, Bytes (+ frame), Withdraw, Damaged,
+                                   Bye
     who listens -> who dials       Welcome, Refused, Pong, Answer, Opened, NotOpened, Bytes (+ frame), Accepted,
                                    Declined, Taken, Stored
 
@@ -10,11 +11,13 @@ A message of another version, or that isn't one, is answered by Refused or ends 
 
 from __future__ import annotations
 
-from typing import Literal, Union
+from collections.abc import Iterator, Sequence
+from typing import Union
 
 import msgspec
 
 from forebay.ipc.framing import Codec
+from forebay.kvstore.identity import KEY_BYTES
 from forebay.tiers.base import ChunkId, LookupResult, Query
 
 VERSION = 1
@@ -24,6 +27,9 @@ WINDOW = 8
 """Pieces that are asked for, or sent, ahead of those that have come."""
 MESSAGE_BYTES_MAX = 2 << 20
 ASK_QUERIES_MAX = 256
+ASK_BYTES_MAX = 1 << 20
+TOKENS_BYTES_MAX = 1 << 18
+"""Of one query. Longer chunks than these 65,536 tokens are found by nobody."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -129,6 +135,16 @@ class Bytes(Message, frozen=True):
     offset: int
 
 
+class Damaged(Message, frozen=True):
+    """This chunk's payload came with wrong checksums: look at it. No answer."""
+
+    chunk: ChunkId
+
+
+class Bye(Message, frozen=True):
+    """I hang up: nothing that I had open is needed. No answer."""
+
+
 class Offer(Message, frozen=True):
     """May I push this chunk? `namespace` is the encoding of the one that it belongs to (empty: not known here).
     Answered by Accepted or Declined."""
@@ -173,8 +189,7 @@ class Withdraw(Message, frozen=True):
     rid: int
 
 
-Outcome = Literal["have", "full", "namespace", "corrupt", "busy", "io"]
-ToListener = Union[Hello, Ping, Ask, Open, Read, Close, Offer, Bytes, Withdraw]
+ToListener = Union[Hello, Ping, Ask, Open, Read, Close, Offer, Bytes, Withdraw, Damaged, Bye]
 ToDialer = Union[
     Welcome, Refused, Pong, Answer, Opened, NotOpened, Bytes, Accepted, Declined, Taken, Stored
 ]  # fmt: skip
@@ -182,6 +197,32 @@ ToDialer = Union[
 _encode = msgspec.msgpack.Encoder().encode
 LISTENER: Codec[ToListener] = Codec(ToListener, MESSAGE_BYTES_MAX)
 DIALER: Codec[ToDialer] = Codec(ToDialer, MESSAGE_BYTES_MAX)
+
+
+def exact(chunk: ChunkId) -> Query:
+    """The question for this chunk and no other."""
+    return Query(chunk.group, chunk.key, bytes(KEY_BYTES), b"", bytes(KEY_BYTES))
+
+
+def sound(query: Query) -> bool:
+    """May a peer ask this?"""
+    keys = (query.key, query.parent, query.first or query.key)
+    return all(len(key) == KEY_BYTES for key in keys) and len(query.tokens) <= TOKENS_BYTES_MAX and query.group >= 0
+
+
+def batches(queries: Sequence[Query]) -> Iterator[list[Query]]:
+    """Queries in as many as one Ask takes."""
+    batch: list[Query] = []
+    size = 0
+    for query in queries:
+        length = len(query.tokens) + 4 * KEY_BYTES
+        if batch and (len(batch) == ASK_QUERIES_MAX or size + length > ASK_BYTES_MAX):
+            yield batch
+            batch, size = [], 0
+        batch.append(query)
+        size += length
+    if batch:
+        yield batch
 
 
 def encode(message: Message) -> bytes:
