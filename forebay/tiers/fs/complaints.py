@@ -11,8 +11,11 @@ log = logging.getLogger("forebay.tier.fs")
 QUIET_S = 5.0
 
 
-class _Complaints:
-    def __init__(self) -> None:
+class Complaints:
+    """Logs to one logger. May be called from any thread."""
+
+    def __init__(self, logger: logging.Logger = log) -> None:
+        self._logger = logger
         self._lock = threading.Lock()
         self._next: dict[str, float] = {}
         self._held_back: dict[str, int] = {}
@@ -27,8 +30,8 @@ class _Complaints:
             self._next[kind] = now + QUIET_S
             held_back = self._held_back.pop(kind, 0)
         if held_back:
-            log.error("%d more of the same kind (%s) before this:", held_back, kind)
-        log.error(text, *arguments)
+            self._logger.error("%d more of the same kind (%s) before this:", held_back, kind)
+        self._logger.error(text, *arguments)
 
 
-complain = _Complaints()
+complain = Complaints()
