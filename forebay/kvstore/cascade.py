@@ -288,6 +288,11 @@ class Cascade:
         return ChunkId(entry.group, entry.key) if gone else None
 
     @property
+    def storing(self) -> bool:
+        """Is any tier being given something?"""
+        return any(tier.stores for tier in self.tiers.values())
+
+    @property
     def busy(self) -> bool:
         """Is any job under way?"""
         return any(tier.stores or tier.loads for tier in self.tiers.values())

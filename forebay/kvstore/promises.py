@@ -123,6 +123,9 @@ class Promises:
 
     def release(self, client: Client, request: Release) -> None:
         """End leases, and let go of parts of others."""
+        check_batch(len(request.leases))
+        check_batch(len(request.parts))
+        check_batch(sum(len(part.chunks) for part in request.parts), self._core.limits.pins_per_lease)
         self._core.release(client, request.leases)
         for part in request.parts:
             self._core.leases.release_chunks(client, part.lease, part.chunks)
@@ -154,8 +157,7 @@ class Promises:
         return self._kept(request.rid, entries) if request.rid else None
 
     def _known(self, chunks: Sequence[tuple[int, bytes]]) -> list[Entry]:
-        if len(chunks) > BATCH_ITEMS_MAX:
-            raise RequestRefused("limits", f"at most {BATCH_ITEMS_MAX} chunks a batch")
+        check_batch(len(chunks))
         found = (self._core.table.get(group, key) for group, key in dict.fromkeys(chunks))
         return [entry for entry in found if entry is not None and entry.state is SlotState.COMMITTED]
 
@@ -237,6 +239,12 @@ def chunk_read(entry: Entry, promoted: str = "") -> ChunkRead:
         entry.group, entry.start, entry.token_count, entry.slot.extent, entry.slot.offset, entry.payload_offset,
         entry.payload_length, entry.generation, entry.key, promoted,
     )  # fmt: skip
+
+
+def check_batch(items: int, most: int = BATCH_ITEMS_MAX) -> None:
+    """Raises RequestRefused for more items than one message may have: they are worked off at a stretch."""
+    if items > most:
+        raise RequestRefused("limits", f"at most {most} items a batch")
 
 
 def checked_retention(seconds: float) -> float:

@@ -21,6 +21,8 @@ EXTRA_BYTES_MAX = 4096
 WRITERS_MAX = 64
 """Connections that may write one chunk together."""
 BATCH_ITEMS_MAX = 4096
+DEADLINE_S_MAX = 600.0
+"""No request waits longer for tiers, whatever it asks for: what it holds meanwhile must come free."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, tag_field="type", forbid_unknown_fields=True, kw_only=True):
@@ -102,9 +104,9 @@ class Lookup(Message, frozen=True):
 
     `root` is where the chain of `tokens` (u32 LE) begins, `keys` are those at the ends of its chunks, joined: each
     whole chunk, and the last whole unit of the open one. `limit` caps the hit (a prompt must compute at least one
-    token). `deadline_ms` is how long tiers may take to promote; 0 answers from memory at once. `lease_ms` is how long
-    the promise is wanted at most (0: what is usual); it ends before if it is released. `tenant` is for whom: what
-    tiers bring is at its expense, and counts are kept by it. It has no influence on what is found.
+    token). `deadline_ms` is how long tiers may take to promote, at most DEADLINE_S_MAX; 0 answers from memory at once.
+    `lease_ms` is how long the promise is wanted at most (0: what is usual); it ends before if it is released. `tenant`
+    is for whom: what tiers bring is at its expense, and counts are kept by it. It has no influence on what is found.
 
     `tokens` may begin at a chunk start `tokens_from`: whole chunks are found by their keys alone, and a hit reads no
     others. Should an answer depend on tokens before that, the store says so (`Found.wants`).

@@ -22,13 +22,18 @@ from forebay.kvstore.protocol import (
     REQUESTS,
     Check,
     Hello,
+    Lookup,
     Refused,
     Request,
+    Warm,
 )
 
 log = logging.getLogger(__name__)
 
 GRUMBLE_S = 5.0
+
+FOR_ITS_CLIENT_ALONE = (Check, Lookup, Warm)
+"""Requests that end with their connection. Others change something, and go on to their end."""
 
 Answer = object | Coroutine[Any, Any, object] | None
 
@@ -107,8 +112,8 @@ class Connection(asyncio.Protocol):
         """asyncio: the connection has ended, from either side."""
         if not self.closed:
             self.closed = True
-        for reading in list(self._long):  # the whole pool, for nobody; what changes something goes on to its end
-            reading.cancel()
+        for waiting in list(self._long):  # what it has pinned meanwhile is free at once
+            waiting.cancel()
         self._service.gone(self)
 
     def pause_writing(self) -> None:
@@ -135,7 +140,7 @@ class Connection(asyncio.Protocol):
         if asyncio.iscoroutine(answer):
             self._run(request, answer)
         elif answer is not None:
-            self.send(answer)
+            self._reply(request, answer)
 
     def _welcome(self, hello: Hello) -> None:
         if self.client is not None:
@@ -158,7 +163,7 @@ class Connection(asyncio.Protocol):
         task = asyncio.ensure_future(self._finish(request, answer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        if isinstance(request, Check):
+        if isinstance(request, FOR_ITS_CLIENT_ALONE):
             self._long.add(task)
             task.add_done_callback(self._long.discard)
 
@@ -170,8 +175,10 @@ class Connection(asyncio.Protocol):
         except Exception:
             log.exception("a %s failed in a way it should not", type(request).__name__)
             reply = self._refusal(request, RequestRefused("internal", "the store failed; its log has the details"))
-        if self.closed:
-            return
+        if not self.closed:
+            self._reply(request, reply)
+
+    def _reply(self, request: Request, reply: object) -> None:
         try:
             self.send(reply)
         except ProtocolError as error:  # over the limit of a frame

@@ -30,9 +30,10 @@ from forebay.kvstore.identity import (
 )
 from forebay.kvstore.layout import check_shard
 from forebay.kvstore.lookup import Pinned, Prompt, match
-from forebay.kvstore.promises import Promises, checked_retention
+from forebay.kvstore.promises import Promises, check_batch, checked_retention
 from forebay.kvstore.protocol import (
     BATCH_ITEMS_MAX,
+    DEADLINE_S_MAX,
     EXTRA_BYTES_MAX,
     LOOKUP_TOKENS_MAX,
     WRITERS_MAX,
@@ -179,6 +180,7 @@ class StoreService:
             case Hold() | Join() | Release() | Pin() | Unpin() | Touch() | Clear():
                 return self.promises.handle(client, request)
             case Abort():
+                check_batch(len(request.reservations))
                 for reservation in request.reservations:
                     self.core.abort(client, reservation)
                 return None
@@ -278,7 +280,7 @@ class StoreService:
 
     async def _lookup_slowly(self, connection: Connection, client: Client, request: Lookup, prompt: Prompt) -> Found:
         pinned, origins, pending = await self.reader.lookup(
-            client, prompt, request.deadline_ms, lambda: not connection.closed
+            client, prompt, _patience_ms(request), lambda: not connection.closed
         )
         return self._found(request, prompt, pinned, origins, pending)
 
@@ -296,7 +298,7 @@ class StoreService:
             tenant=request.tenant,
         )  # fmt: skip
         pinned, origins, pending = await self.reader.lookup(
-            client, prompt, request.deadline_ms, lambda: not connection.closed
+            client, prompt, _patience_ms(request), lambda: not connection.closed
         )
         self.core.release(client, [pinned.lease])
         self.core.counters.add("store.warms")
@@ -371,6 +373,7 @@ class StoreService:
             raise RequestRefused("limits", f"the key of chunk {where} doesn't follow from its parent and tokens")
 
     def _commit(self, client: Client, request: Commit) -> Committed:
+        check_batch(len(request.chunks))
         committed, to_hash = 0, []
         for written in request.chunks:
             if not written.checksums:
@@ -398,6 +401,7 @@ class StoreService:
         self._give(self.cascade.hit(entries))
 
     def _damaged(self, request: Damaged) -> None:
+        check_batch(len(request.chunks))
         for group, key in request.chunks:
             entry = self.core.table.get(group, key)
             if entry is not None and entry.state is SlotState.COMMITTED:
@@ -523,7 +527,7 @@ class StoreService:
         """Wait until what is being copied to tiers has arrived there."""
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
-        while self.cascade.busy and loop.time() < until:
+        while self.cascade.storing and loop.time() < until:
             await asyncio.sleep(0.02)
 
 
@@ -539,6 +543,10 @@ def _tokens_by_tier(prompt: Prompt, pinned: Pinned, origins: dict[Entry, str]) -
             tokens = min(prompt.namespace.chunk_tokens, pinned.hit - entry.start)
             from_tier[origins[entry]] = from_tier.get(origins[entry], 0) + tokens
     return from_tier
+
+
+def _patience_ms(request: Lookup | Warm) -> int:
+    return min(request.deadline_ms, int(DEADLINE_S_MAX * 1000))
 
 
 def _plain(label: str) -> str:

@@ -46,6 +46,13 @@ class Sleeping(Plain):
         pass
 
 
+class NeverBrings(Plain):
+    """Takes stores, and has a load under way for as long as it lives."""
+
+    def submit_load(self, job: LoadJob) -> None:
+        pass
+
+
 class Stuck(Plain):
     """The first store never returns, so its process answers nobody any more."""
 
