@@ -94,7 +94,8 @@ class Placement:
         """A slot of this size for a tenant, evicting if need be; None if nothing may be evicted. May call `evict`."""
         account = self.accounts.of(tenant)
         slot = None
-        if self._fit_quota(account, slot_bytes):
+        # A chunk's `extra` may make its slot larger than any of its namespace's: then nothing goes for it.
+        if self.slots.fits(slot_bytes) and self._fit_quota(account, slot_bytes):
             slot = self._free(slot_bytes)
             for kept in (False, True):
                 if slot is None and self._make_room(account, slot_bytes, kept):

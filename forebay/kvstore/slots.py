@@ -54,6 +54,7 @@ class SlotAllocator:
     def __init__(self) -> None:
         self.extents: dict[int, Extent] = {}
         self.total_bytes = 0
+        self._largest = 0
         self._uncut: set[int] = set()
         self._open: defaultdict[int, set[int]] = defaultdict(set)
 
@@ -62,6 +63,7 @@ class SlotAllocator:
         assert extent not in self.extents
         self.extents[extent] = Extent(extent, size)
         self.total_bytes += size
+        self._largest = max(self._largest, size - EXTENT_HEADER_BYTES)
         self._uncut.add(extent)
 
     def cut(self, extent_id: int, slot_bytes: int) -> None:
@@ -113,14 +115,9 @@ class SlotAllocator:
         """Id of some uncut extent, or None."""
         return next(iter(self._uncut), None)
 
-    def drop_uncut(self, extent_id: int) -> None:
-        """Forget an uncut extent (the budget shrank)."""
-        self._uncut.remove(extent_id)
-        self.total_bytes -= self.extents.pop(extent_id).size
-
-    def has_size(self, slot_bytes: int) -> bool:
-        """Is any extent cut to this size?"""
-        return any(extent.slot_bytes == slot_bytes for extent in self.extents.values())
+    def fits(self, slot_bytes: int) -> bool:
+        """Could any extent be cut to this size?"""
+        return slot_bytes <= self._largest
 
     def _uncut_now(self, extent: Extent) -> None:
         self._open[extent.slot_bytes].discard(extent.id)

@@ -6,8 +6,11 @@ import pytest
 
 from forebay.kvstore.core import Client
 from forebay.kvstore.entry import EntryId
+from forebay.kvstore.identity import GroupGeometry, Namespace, chunk_key, root_key
 from forebay.kvstore.limits import Limits
 from forebay.kvstore.lookup import match, pin
+from forebay.kvstore.protocol import NewChunk
+from forebay.kvstore.slots import EXTENT_HEADER_BYTES, slot_bytes_for
 from tests.kvstore.support import CHUNK, FakeMemory, SmallStore, namespace
 
 
@@ -93,3 +96,21 @@ def test_asking_for_chunks_of_unheard_of_groups_leaves_nothing_behind() -> None:
         assert table.fronts(group, b"k" * 32, bytes(64), b"") == []
     store.store_prompt(list(range(CHUNK)))
     assert len(table._entries) == len(table._children) == 2
+
+
+def test_a_chunk_whose_extra_makes_it_too_long_for_an_extent_is_refused() -> None:
+    store = small(Limits())
+    store.store_prompt(list(range(CHUNK)))
+    group = GroupGeometry("full", "full", (0,), 1, 448, "float32")
+    spec = Namespace(weights=b"w" * 32, groups=(group,), chunk_tokens=16)
+    assert slot_bytes_for(group, 16, 16) == store.memory.extent_bytes - EXTENT_HEADER_BYTES, "one just fits"
+    namespace_id = store.core.register(spec)
+    root = root_key(namespace_id)
+
+    def reserve(extra: bytes) -> str:
+        chunk = NewChunk(0, chunk_key(root, bytes(64), extra), root, 0, bytes(64), extra)
+        return store.core.reserve(store.client, namespace_id, "", chunk).status
+
+    assert reserve(b"x" * 4096) == "full"
+    assert len(store.core.table) == 2, "nothing goes for what can't come"
+    assert reserve(b"") == "reserved"

@@ -200,6 +200,15 @@ def test_of_a_dormant_tenant_its_guarantee_stays() -> None:
     assert pool.used("b") == 4 * SIZES[0]
 
 
+def test_a_slot_that_no_extent_has_room_for_is_refused_and_nothing_goes_for_it() -> None:
+    pool = Pool(extents=1)
+    while pool.store("a", SIZES[0]) is not None and not pool.evicted:
+        pass
+    pool.evicted.clear()
+    assert pool.place.take(EXTENT - EXTENT_HEADER_BYTES + 4096, "a") is None
+    assert not pool.evicted and pool.place.accounts.of("a").counts.refused == 1
+
+
 def test_a_full_and_pinned_pool_refuses_and_counts() -> None:
     pool = Pool()
     for _ in range(48):
