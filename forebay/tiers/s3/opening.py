@@ -1,0 +1,101 @@
+"""Opening what the tier remembers, in a state directory or, without one, in files that nobody else can see."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import lmdb
+
+from forebay.errors import AlreadyRunning, NoSpace, NotWritable
+from forebay.tiers.fs.manifest import BROKEN, Manifest
+from forebay.tiers.fs.state import State
+from forebay.tiers.s3.cards import Cards
+from forebay.tiers.s3.options import S3Options
+
+_BYTES_PER_RECORD = 1024
+
+
+@dataclass
+class Memory:
+    """What is remembered of own chunks. `state` and `lock` are there if there is a state directory; `fresh` is why
+    nothing was remembered, empty if something was."""
+
+    manifest: Manifest
+    cards: Cards
+    state: State | None
+    lock: int | None
+    fresh: str
+
+    def close(self, *, well: bool) -> None:
+        """Flush and close. Not `well`: what is on disk may be broken, the next process shall start afresh."""
+        try:
+            if self.state is not None and not well:
+                self.state.distrust()
+            self.cards.close()
+            self.manifest.close()
+            if self.state is not None and well:
+                self.state.close()
+        finally:
+            if self.lock is not None:
+                os.close(self.lock)
+
+
+def open_memory(options: S3Options) -> Memory:
+    """Raises AlreadyRunning, NotWritable, NoSpace."""
+    try:
+        if options.state_dir is None:
+            return _open_hidden(options.own_chunks_max)
+        return _open_state(Path(options.state_dir), options)
+    except lmdb.DiskError as error:
+        raise NoSpace(f"no space for the manifest of {options.where}: {error}") from error
+    except OSError as error:
+        where = options.state_dir or tempfile.gettempdir()
+        raise NotWritable(f"can't write the manifest of {options.where} in {where}: {error.strerror}") from error
+
+
+def _open_hidden(chunks_max: int) -> Memory:
+    folder = Path(tempfile.mkdtemp(prefix="forebay-s3-"))
+    try:
+        manifest, cards = _open_in(folder, chunks_max)
+    finally:
+        shutil.rmtree(folder)  # the open files live on until they are closed, however that comes
+    return Memory(manifest, cards, None, None, "there is no state_dir")
+
+
+def _open_state(path: Path, options: S3Options) -> Memory:
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise AlreadyRunning(f"another store uses the state directory {path}: give this one its own") from error
+        state = State(path, hashlib.sha256(options.identity.encode()).hexdigest()[:32])
+        fresh = state.open(rebuild=False) or ""
+        try:
+            manifest, cards = _open_in(state.manifest, options.own_chunks_max)
+        except BROKEN as error:
+            state.discard()
+            state.manifest.mkdir(mode=0o700)
+            manifest, cards = _open_in(state.manifest, options.own_chunks_max)
+            fresh = f"it can't be read: {error}"
+        return Memory(manifest, cards, state, lock, fresh)
+    except BaseException:
+        os.close(lock)
+        raise
+
+
+def _open_in(folder: Path, chunks_max: int) -> tuple[Manifest, Cards]:
+    manifest = Manifest(folder, chunks_max * _BYTES_PER_RECORD)
+    try:
+        (folder / "cards").mkdir(mode=0o700, exist_ok=True)
+        return manifest, Cards(folder / "cards", chunks_max)
+    except BaseException:
+        manifest.close()
+        raise

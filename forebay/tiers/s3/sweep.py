@@ -1,0 +1,106 @@
+"""Carrying out a clear among objects that this daemon hasn't stored: a walk over the bucket, in the background."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from forebay.errors import CorruptChunk
+from forebay.tiers.base import ChunkId
+from forebay.tiers.s3.bucket import Listed
+from forebay.tiers.s3.clears import Clear, Clears
+from forebay.tiers.s3.doomed import Doomed
+from forebay.tiers.s3.failures import Kind, RequestFailed
+from forebay.tiers.s3.finder import see_front
+from forebay.tiers.s3.holdings import Holdings
+from forebay.tiers.s3.names import Names
+from forebay.tiers.s3.sightings import Sighting, Sightings
+
+
+class Sweeper:
+    """Works on one clear at a time, a page of the listing with each step."""
+
+    def __init__(
+        self, holdings: Holdings, names: Names, sightings: Sightings, clears: Clears, doomed: Doomed
+    ) -> None:
+        self._holdings = holdings
+        self._names = names
+        self._sightings = sightings
+        self._clears = clears
+        self._doomed = doomed
+        self._walk: Iterator[None] | None = None
+        self.counts: Counter[str] = Counter()
+
+    def step(self) -> bool:
+        """Go on a little; True if there is more to do. Blocks on the bucket; raises RequestFailed, and then the walk
+        begins anew at the next step."""
+        clear = self._clears.first()
+        if clear is None:
+            return False
+        try:
+            self._walk = self._walk or self._sweep(clear)
+            if next(self._walk, self) is self:
+                self._walk = None
+                self._clears.done(clear)
+                self.counts["sweeps"] += 1
+        except RequestFailed:
+            self._walk = None
+            raise
+        return True
+
+    def _sweep(self, clear: Clear) -> Iterator[None]:
+        if clear.before == float("inf"):
+            clear.before = self._holdings.bucket.now()
+        for page in self._holdings.bucket.listing(self._names.segments):
+            self._delete([listed.name for listed in page if self._takes_segment(clear, listed)])
+            yield
+        for page in self._holdings.bucket.listing(self._names.chunks):
+            for at in range(0, len(page), 100):
+                self._delete([listed.name for listed in page[at : at + 100] if self._takes_chunk(clear, listed)])
+                yield
+
+    def _takes_segment(self, clear: Clear, listed: Listed) -> bool:
+        name = self._names.parse_segment(listed.name)
+        if name is None or listed.modified > clear.before or self._holdings.cards.is_segment(str(name)):
+            return False
+        return name.covered(clear.scope)
+
+    def _takes_chunk(self, clear: Clear, listed: Listed) -> bool:
+        chunk = self._names.parse_chunk(listed.name)
+        if chunk is None or listed.modified > clear.before or self._holdings.owns(chunk):
+            return False
+        scope = clear.scope
+        if not scope.namespace and scope.tenant is None and not scope.parent:
+            return True
+        seen = self._seen(chunk)
+        return seen is not None and clear.covers(seen.namespace, seen.tenant, seen.start, listed.modified)
+
+    def _seen(self, chunk: ChunkId) -> Sighting | None:
+        _, seen = self._sightings.get(chunk)
+        if seen is not None and not seen.segment:
+            return seen
+        try:
+            return see_front(self._holdings.bucket, self._names.chunk(chunk), chunk).sighting
+        except CorruptChunk:
+            self.counts["sweep_corrupt"] += 1  # it can't be served, whosever it is
+            return None
+        except RequestFailed as failure:
+            if failure.kind in (Kind.MISSING, Kind.RANGE):
+                return None
+            raise
+
+    def _delete(self, names: list[str]) -> None:
+        failed = set(self._holdings.bucket.delete(names)) if names else set()
+        for name in failed:
+            self._doomed.add(name)
+        for name in names:
+            if name not in failed:
+                self._forget(name)
+        self.counts["swept"] += len(names) - len(failed)
+
+    def _forget(self, name: str) -> None:
+        chunk, segment = self._names.parse_chunk(name), self._names.parse_segment(name)
+        if chunk is not None:
+            self._sightings.forget(chunk)
+        if segment is not None:
+            self._sightings.segment_gone(str(segment))

@@ -1,0 +1,98 @@
+"""The conformance suite on the S3 tier: as an object and in its own process, on real endpoints of three kinds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from forebay.testing.buckets import Server
+from forebay.testing.conformance import (
+    QUEUE,
+    Driver,
+    Engine,
+    InProcess,
+    Made,
+    MakeDriver,
+    OwnProcess,
+    Pool,
+    TierConformance,
+    drivers,
+)
+from forebay.tiers.host import TierHost
+from forebay.tiers.s3.tier import S3Tier
+from tests.tiers.s3.rig import options_of
+
+_runs = itertools.count()
+
+
+class BucketOf(TierConformance):
+    """What the suites share: one prefix and one state directory a test."""
+
+    __test__ = False
+    server_fixture: ClassVar[str] = ""
+
+    @pytest.fixture(autouse=True)
+    def server(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Server:
+        found: Server = request.getfixturevalue(self.server_fixture)
+        for name, value in found.environment.items():
+            monkeypatch.setenv(name, value)
+        self.at = found
+        self.given = options_of(
+            found,
+            {
+                "prefix": f"suite-{next(_runs)}", "state_dir": str(tmp_path / "state"), "write_queue_bytes": QUEUE,
+                "missing_s": 30.0,
+            },
+        )
+        return found
+
+    @pytest.fixture
+    def make_driver(self, pool: Pool, server: Server) -> Iterator[MakeDriver]:
+        yield from drivers(pool, lambda quota: self.engine(pool, {**self.given, "quota_bytes": quota}))
+
+    def engine(self, pool: Pool, options: dict[str, object]) -> Engine:
+        return InProcess(S3Tier("bucket", options), pool)
+
+    def damage(self, driver: Driver, chunk: Made) -> None:
+        client, name = self.at.client(), f"{self.given['prefix']}/chunks/{chunk.id.key.hex()}-{chunk.id.group:02x}"
+        data = bytearray(client.get_object(Bucket=self.given["bucket"], Key=name)["Body"].read())
+        data[-1] ^= 1
+        client.put_object(Bucket=self.given["bucket"], Key=name, Body=bytes(data))
+
+    @contextmanager
+    def stalled(self, driver: Driver) -> Iterator[None]:
+        self.at.stop_it()
+        try:
+            yield
+        finally:
+            self.at.continue_it()
+
+
+class TestS3TierOnSeaweedFS(BucketOf):
+    __test__ = True
+    server_fixture = "seaweed"
+
+
+class TestS3TierOnMoto(BucketOf):
+    __test__ = True
+    server_fixture = "moto"
+
+
+class TestS3TierOnALessAbleEndpoint(BucketOf):
+    """No conditional put, no deletion of several objects at once."""
+
+    __test__ = True
+    server_fixture = "juicefs"
+
+
+class TestS3TierInItsOwnProcess(BucketOf):
+    __test__ = True
+    server_fixture = "seaweed"
+
+    def engine(self, pool: Pool, options: dict[str, object]) -> Engine:
+        return OwnProcess(lambda **hooks: TierHost("bucket", "s3", options, **hooks), pool)  # type: ignore[arg-type]
