@@ -14,6 +14,7 @@ from forebay.tiers.base import SecondaryTier
 KINDS = {
     "memory": "forebay.tiers.memory:MemoryTier",
     "fs": "forebay.tiers.fs.tier:FsTier",
+    "s3": "forebay.tiers.s3.tier:S3Tier",
     "p2p": "forebay.tiers.p2p.tier:P2pTier",
 }
 
