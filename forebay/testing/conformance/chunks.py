@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import random
@@ -94,4 +95,8 @@ class Pool:
         return at
 
     def close(self) -> None:
+        """Give the memory back, once nobody has a piece of it any more."""
         os.close(self.descriptor)
+        with contextlib.suppress(BufferError):
+            self.memory.release()
+            self._map.close()
