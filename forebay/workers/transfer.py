@@ -18,6 +18,7 @@ from torch import Tensor
 from forebay.errors import ForebayError
 from forebay.kvstore.client import AsyncStoreClient
 from forebay.kvstore.identity import Namespace
+from forebay.kvstore.layout import Shard
 from forebay.workers.copying import copier
 from forebay.workers.counters import Counters
 from forebay.workers.moves import Pull, Pulled, Push, Pushed, StoreChanged
@@ -27,6 +28,9 @@ from forebay.workers.pushing import Pusher, PushQueue
 
 BACKOFF_S = (0.2, 2.0)
 """First and longest pause between attempts to connect."""
+
+WHOLE = Shard()
+"""This worker has all of the model, in blocks of one granule each. A store that can't serve that says so at once."""
 
 WATCH_S = 0.25
 """How often an idle connection is looked at."""
@@ -135,7 +139,9 @@ class Transfer:
         while not self._stopping:
             try:
                 await self._client.connect()
-                self._namespace_id = await self._client.register(self._config.namespace, self._config.label)
+                self._namespace_id = await self._client.register(
+                    self._config.namespace, self._config.label, shard=WHOLE
+                )
             except Exception as error:
                 # Said once, then quietly tried again; what is neither is a bug, and still no reason to stop serving.
                 expected = isinstance(error, ForebayError | OSError)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from forebay.errors import StoreUnavailable
 from forebay.kvstore.identity import MATCH_UNIT, Chain, Namespace, chain, unpack_tokens
-from forebay.kvstore.layout import needed_from
+from forebay.kvstore.layout import Shard, needed_from
 from forebay.kvstore.protocol import ChunkRead, Committed, Found, NewChunk, Reserved, Slot, Stats, Written
 
 
@@ -99,7 +99,7 @@ class FakeStoreClient:
     async def close(self) -> None:
         self.connected = False
 
-    async def register(self, namespace: Namespace, label: str = "") -> bytes:
+    async def register(self, namespace: Namespace, label: str = "", *, shard: Shard | None = None) -> bytes:
         self._check()
         self.store.namespace = namespace
         return namespace.id
