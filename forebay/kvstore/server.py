@@ -163,6 +163,7 @@ class Connection(asyncio.Protocol):
         task = asyncio.ensure_future(self._finish(request, answer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: answer.close())  # one that was cancelled before its first step
         if isinstance(request, FOR_ITS_CLIENT_ALONE):
             self._long.add(task)
             task.add_done_callback(self._long.discard)
