@@ -11,7 +11,7 @@ What tiers want that take chunks when they are evicted is copied a little before
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -27,6 +27,12 @@ from forebay.tiers.rules import EVICT, SECOND_HIT, WRITE_THROUGH
 
 AHEAD_SHARE = 1 / 16
 """Of the pool: the reserve that is free, or can be without a loss to any tier. It is made up again at half of that."""
+
+AHEAD_CHUNKS = 512
+"""No more than these are in the reserve, or on their way there: looking through them is work between two requests."""
+
+REST_S = 0.25
+"""So long nothing is copied ahead to a tier that could not take a copy: it is down, or has enough to do."""
 
 Jobs = list[tuple[str, StoreJob]]
 
@@ -48,7 +54,7 @@ class Load:
 class TierTraffic:
     """Jobs of one tier, by job id. `owner` is the lock that its process holds while it may write. `copy` is when chunks
     go there (`TierRule`), `pinned_share` of the pool what that may pin (None: as the store's limits say). `unwanted`
-    stores began before a clear that covers them."""
+    stores began before a clear that covers them. Until `rests_until` nothing is copied there ahead of its eviction."""
 
     name: str
     owner: bytes
@@ -59,6 +65,7 @@ class TierTraffic:
     unwanted: set[int] = field(default_factory=set)
     store_bytes: int = 0
     storing: set[Entry] = field(default_factory=set)
+    rests_until: float = 0.0
 
 
 @dataclass
@@ -127,32 +134,53 @@ class Cascade:
 
     def copy_ahead(self) -> Jobs:
         """Jobs that make the reserve up again, coldest chunks first, for tiers that want what is evicted."""
-        wanting = [tier.name for tier in self.tiers.values() if tier.copy == EVICT]
+        now = self._core.clock()
+        wanting = [t.name for t in self.tiers.values() if t.copy == EVICT and t.rests_until <= now]
+        chunks = len(self._clean) + len(self._ahead)
+        if not wanting or chunks >= AHEAD_CHUNKS / 2:
+            return []
         slots = self._core.place.slots
         reserve = AHEAD_SHARE * slots.total_bytes
         spare = slots.free_bytes + self._clean_bytes + self._ahead_bytes
+        if spare >= reserve / 2:
+            return []
         jobs: Jobs = []
-        if not wanting or spare >= reserve / 2:
-            return jobs
         aside: list[Entry] = []
-        while spare < reserve and (entry := self._core.place.coldest()) is not None:
+        while spare < reserve and chunks < AHEAD_CHUNKS and (entry := self._core.place.coldest()) is not None:
             self._core.pin(entry)  # out of the order for now, so that the next one shows
             aside.append(entry)
             if entry in self._clean:
                 continue
             if not entry.tiers.issuperset(wanting):
                 new = self.store_jobs(entry, EVICT)
-                if not new:
-                    break  # more than that may not be pinned
+                if not new:  # more than that may not be pinned
+                    self._rest(wanting)
+                    break
                 self._ahead[entry] = _Ahead(entry.hits, len(new))
                 self._ahead_bytes += entry.slot_bytes
                 jobs += new
             else:
                 self._now_clean(entry)
-            spare += entry.slot_bytes
+            spare, chunks = spare + entry.slot_bytes, chunks + 1
         for entry in reversed(aside):
             self._core.give_back(entry)
         return jobs
+
+    def _rest(self, tiers: Iterable[str]) -> None:
+        for name in tiers:
+            self.tiers[name].rests_until = self._core.clock() + REST_S
+
+    def touched(self, entries: Iterable[Entry]) -> None:
+        """These were used otherwise than by a lookup: they aren't the next to go any more."""
+        for entry in entries:
+            self._not_clean(entry)
+
+    def left(self, entry: Entry, tier_name: str) -> None:
+        """A tier has lost its copy of a chunk."""
+        self._core.not_in_tier(entry, tier_name)
+        tier = self.tiers.get(tier_name)
+        if tier is not None and tier.copy == EVICT:
+            self._not_clean(entry)
 
     def _now_clean(self, entry: Entry) -> None:
         self._clean.add(entry)
@@ -222,6 +250,7 @@ class Cascade:
             self._core.counters.add(f"tier.{tier.name}.stored")
         else:
             self._core.counters.add(f"tier.{tier.name}.store_{result.reason or 'failed'}")
+            self._rest([tier.name])
         if tier.copy == EVICT and self._copied_ahead(tier, entry):
             self._core.give_back(entry)
         else:

@@ -152,6 +152,7 @@ class Promises:
         entries = self._known(request.chunks)
         tenant, seconds = _name(request.tenant), checked_retention(request.retain_s)
         self._core.touch(entries)
+        self._cascade.touched(entries)
         for entry in entries:
             self._core.retain(entry, tenant, seconds)
         return self._kept(request.rid, entries) if request.rid else None

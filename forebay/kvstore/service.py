@@ -78,7 +78,7 @@ from forebay.kvstore.reader import Reader
 from forebay.kvstore.readopt import is_intact
 from forebay.kvstore.server import Answer, Connection
 from forebay.kvstore.writers import Writers
-from forebay.tiers.base import JobResult, LookupResult, TierChange
+from forebay.tiers.base import JobResult, LookupResult, StoreJob, TierChange
 
 if TYPE_CHECKING:
     from forebay.tiers.host import TierHost
@@ -394,8 +394,11 @@ class StoreService:
         self._give(self.cascade.copy_ahead())
 
     def _give(self, jobs: Jobs) -> None:
+        batches: dict[str, list[StoreJob]] = {}
         for name, job in jobs:
-            self.tiers[name].store([job])
+            batches.setdefault(name, []).append(job)
+        for name, batch in batches.items():
+            self.tiers[name].store(batch)
 
     def _hit(self, entries: Sequence[Entry]) -> None:
         self._give(self.cascade.hit(entries))
@@ -512,7 +515,7 @@ class StoreService:
             if entry is not None and change.stored:
                 self.core.in_tier(entry, tier)
             elif entry is not None:
-                self.core.not_in_tier(entry, tier)
+                self.cascade.left(entry, tier)
             self.announcer.tier(tier, change)
 
     async def read_adopted(self) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 
-from forebay.kvstore.cascade import Cascade, TierTraffic
+import pytest
+
+from forebay.kvstore.cascade import REST_S, Cascade, TierTraffic
 from forebay.kvstore.entry import Entry
 from forebay.kvstore.header import SlotState
 from forebay.kvstore.lookup import match, pin
@@ -140,6 +142,57 @@ def test_a_tier_that_takes_nothing_loses_chunks_and_that_is_counted() -> None:
     assert pinned <= 0.1 * tiers.core.place.slots.total_bytes, "it can't fill the pool"
 
 
+def test_a_tier_that_takes_nothing_is_left_alone_for_a_while() -> None:
+    tiers = Tiers(EVICT)
+    fill(tiers)
+    tried = len(tiers.jobs)
+    assert tried > 0
+    for _ in range(50):
+        tiers.finish(ok=False)
+        tiers.put()
+    assert tiers.jobs == [] and tiers.core.counters.values["tier.evict.store_io"] == tried
+    tiers.store.now += REST_S
+    tiers.put()
+    assert tiers.jobs, "then it is tried again"
+
+
+def test_the_reserve_has_so_many_chunks_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forebay.kvstore.cascade.AHEAD_SHARE", 1.0)
+    monkeypatch.setattr("forebay.kvstore.cascade.AHEAD_CHUNKS", 8)
+    tiers = Tiers(EVICT)
+    fill(tiers)
+    for _ in range(100):
+        tiers.put()
+        assert len(tiers.cascade._ahead) + len(tiers.cascade._clean) <= 8
+        tiers.finish(3)
+    assert len(tiers.cascade._clean) >= 4
+
+
+def test_a_copy_that_the_tier_has_lost_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forebay.kvstore.cascade.AHEAD_SHARE", 0.5)
+    tiers = Tiers(EVICT)
+    entries = fill(tiers)
+    tiers.finish()
+    lost = entries[0]  # of what was copied the last to go: what was given back last goes first
+    assert lost in tiers.cascade._clean
+    tiers.cascade.left(lost, EVICT)
+    assert lost not in tiers.cascade._clean
+    while lost.state is SlotState.COMMITTED and (EVICT, lost.key) not in tiers.named():
+        tiers.put()
+    assert lost.state is SlotState.COMMITTED, "not before it has been copied again"
+    check(tiers)
+
+
+def test_what_is_touched_is_no_part_of_the_reserve() -> None:
+    tiers = Tiers(EVICT)
+    entries = fill(tiers)
+    tiers.finish()
+    tiers.core.touch(entries[:1])
+    tiers.cascade.touched(entries[:1])
+    check(tiers)
+    assert entries[0] not in tiers.cascade._clean and entries[1] in tiers.cascade._clean
+
+
 def test_stores_go_on_while_everything_is_being_copied() -> None:
     tiers = Tiers(EVICT, pinned_share=1.0)
     fill(tiers)
@@ -155,6 +208,7 @@ def test_accounts_are_right_after_whatever_happens() -> None:
         tiers = Tiers(EVICT, *rng.sample((SECOND_HIT, WRITE_THROUGH), rng.randrange(3)), extents=rng.choice((1, 2)))
         known: list[Entry] = []
         for _ in range(300):
+            tiers.store.now += 0.1
             action = rng.random()
             if action < 0.4:
                 known += tiers.put()
