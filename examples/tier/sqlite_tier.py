@@ -141,6 +141,8 @@ class SqliteTier(SecondaryTier):
             ).fetchall():
                 try:
                     header = stored_header(block)
+                    if (header.group, header.key, header.payload_length) != (group, key, size):
+                        raise CorruptChunk("the row holds another chunk than its key says")
                 except CorruptChunk:
                     self._counts["corrupt"] += 1
                     database.execute("DELETE FROM chunks WHERE grp = ? AND key = ?", (group, key))

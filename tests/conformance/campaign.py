@@ -32,15 +32,21 @@ from forebay.tiers.chunks import stored_header, verify_payload
 from forebay.tiers.host import TierHost
 from forebay.tiers.messages import OptionValue
 from forebay.tiers.supervise import Patience
+from tests.conformance.bucket_world import S3World
+from tests.conformance.peer_world import PeerWorld
 from tests.conformance.slots import Slots
 from tests.conformance.worlds import WORLDS, World
+
+WORLDS.update({"s3": S3World, "p2p": PeerWorld})
 
 CHUNKS, IN_FLIGHT, SLOTS = 120, 16, 48
 GRANULES = (16, 1000, 4096, 4096, 20_000, 50_000)
 PATIENCE = Patience(start_s=30, heartbeat_s=0.2, hang_s=1.5, store_s=2.5, backoff_first_s=0.05, backoff_max_s=0.2)
 DEADLINE_S = 1.0
+READY_S = 10.0
 HANG_S = 60.0
 """By far longer than the patience above and a new process take: a job that is open by then is never reported."""
+NAMESPACES = (b"n" * 32, b"o" * 32)
 FAULTS = {
     "error": 0.01, "raise": 0.003, "delay": 0.03, "lose": 0.001, "twice": 0.01, "stray": 0.01, "partition": 0.0005,
     "full": 0.0005, "hang": 0.0003, "die": 0.0004,
@@ -82,6 +88,11 @@ class Part:
             "tier", kind, options, on_finished=self._finished, on_changes=self._changed, patience=PATIENCE
         )
         await self.host.start({0: self.slots.pool.descriptor})
+        for namespace in NAMESPACES:
+            self.host.note_namespace(namespace, b"a namespace of the campaign")
+        until = time.monotonic() + READY_S
+        while not self.world.ready((await self.host.stats()).values) and time.monotonic() < until:
+            await asyncio.sleep(0.05)
 
     def _changed(self, changes: list[TierChange]) -> None:
         self.changes.update(change.stored for change in changes)
@@ -93,6 +104,8 @@ class Part:
         number = 0
         while number < operations or (number < 5 * operations and not self.told_enough()):
             number += 1
+            if not self.host.alive and self.rng.random() < 0.9:  # the others are for a tier without a process
+                await self.until_alive()
             draw = self.rng.random()
             if draw < 0.38:
                 self.store(self.some())
@@ -113,6 +126,13 @@ class Part:
                 await asyncio.sleep(0)
             await self.wait_for_at_most(IN_FLIGHT)
         await self.wait_for_at_most(0)
+
+    async def until_alive(self) -> None:
+        until = time.monotonic() + HANG_S
+        while not self.host.alive:
+            if time.monotonic() > until:
+                raise AssertionError(f"the tier's process hasn't come back in {HANG_S} s")
+            await asyncio.sleep(0.02)
 
     def told_enough(self) -> bool:
         """Have loads succeeded, and lies been told of them?"""
@@ -276,18 +296,18 @@ class Outcome:
         return [*lines, f"faults: {struck}", f"{self.seconds:.1f} s; wrong: {len(self.wrong)}", *self.wrong[:20]]
 
 
-async def campaign(world: World, operations: int, seed: int) -> Outcome:
-    """The three parts; see the module's text."""
+async def campaign(world: World, operations: int, seed: int, faults: FaultRates = FAULTS) -> Outcome:
+    """The three parts; see the module's text. `faults` are those around the tier in both of the first."""
     begun = time.monotonic()
     rng = random.Random(seed)
     chunks = [
-        numbered(i, granule=rng.choice(GRANULES), namespace=rng.choice((b"n", b"o")) * 32) for i in range(CHUNKS)
+        numbered(i, granule=rng.choice(GRANULES), namespace=rng.choice(NAMESPACES)) for i in range(CHUNKS)
     ]
     calm = max(100, operations // 10)
     half = (operations - calm) // 2
     plan: list[tuple[str, int, bool, FaultRates]] = [
-        ("trouble below", half, False, FAULTS),
-        ("lies", operations - calm - half, True, FAULTS | LIES),
+        ("trouble below", half, False, faults),
+        ("lies", operations - calm - half, True, {**faults, **LIES}),
     ]
     parts: dict[str, Part] = {}
     before = open_things(os.getpid())
@@ -306,8 +326,8 @@ async def campaign(world: World, operations: int, seed: int) -> Outcome:
     after = open_things(os.getpid())
     if after["descriptors"] > before["descriptors"]:
         wrong.append(f"this process had {before} open, now {after}")
-    faults = sum((read_log(world.folder / f"{name}.log") for name in parts), read_log(world.log) + world.struck)
-    return Outcome(wrong, {name: part.tally for name, part in parts.items()}, faults, time.monotonic() - begun)
+    struck = sum((read_log(world.folder / f"{name}.log") for name in parts), read_log(world.log) + world.struck)
+    return Outcome(wrong, {name: part.tally for name, part in parts.items()}, struck, time.monotonic() - begun)
 
 
 async def settled(part: Part, operations: int) -> None:
@@ -337,11 +357,11 @@ async def settled(part: Part, operations: int) -> None:
     part._must(values.get("process.open_jobs") == 0, "open jobs at rest")
 
 
-def run(tier: str, operations: int, seed: int, folder: Path) -> Outcome:
+def run(tier: str, operations: int, seed: int, folder: Path, faults: FaultRates = FAULTS) -> Outcome:
     """A campaign on one kind of tier, with its servers."""
     world = WORLDS[tier](folder, seed)
     try:
-        return asyncio.run(campaign(world, operations, seed))
+        return asyncio.run(campaign(world, operations, seed, faults))
     finally:
         world.close()
 

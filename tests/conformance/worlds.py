@@ -8,7 +8,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -43,6 +43,10 @@ class World(ABC):
     def sick_options(self) -> dict[str, OptionValue]:
         """Of the tier with faults below it."""
         return self.options()
+
+    def ready(self, values: Mapping[str, float]) -> bool:
+        """Has a tier with these figures found what is behind it?"""
+        return True
 
     def trouble(self, rng: random.Random) -> None:
         """Something goes wrong outside of the tier's process; at most a fraction of a second of our own time."""

@@ -10,6 +10,7 @@ pytest.register_assert_rewrite(
     ))
 )  # fmt: skip
 
+from forebay.testing.conformance.abilities import ABILITIES, needs  # noqa: E402
 from forebay.testing.conformance.base import BIG, QUEUE, QUOTA, MakeDriver, drivers  # noqa: E402
 from forebay.testing.conformance.chunks import Made, Pool, make_chunk, numbered  # noqa: E402
 from forebay.testing.conformance.driver import Driver, Loaded  # noqa: E402
@@ -17,6 +18,7 @@ from forebay.testing.conformance.engines import Engine, InProcess, OwnProcess  #
 from forebay.testing.conformance.suite import TierConformance  # noqa: E402
 
 __all__ = [
+    "ABILITIES",
     "BIG",
     "QUEUE",
     "QUOTA",
@@ -31,5 +33,6 @@ __all__ = [
     "TierConformance",
     "drivers",
     "make_chunk",
+    "needs",
     "numbered",
 ]

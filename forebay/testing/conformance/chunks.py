@@ -38,6 +38,7 @@ class Made:
         return len(self.block) + len(self.payload)
 
     def query(self) -> Query:
+        """The question whether this very chunk is there."""
         return Query(self.header.group, self.header.key, self.header.parent, self.header.tokens)
 
 

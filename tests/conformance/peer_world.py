@@ -1,0 +1,82 @@
+"""The p2p tier's world: one peer that serves a dict, bad weather on the way to it, a peer that stands still, chunks of
+which it has lost a bit. Stores are pushed to it and loads pulled from it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from forebay.testing.chaosproxy import CALM, ChaosProxy, Weather
+from forebay.tiers.messages import OptionValue
+from tests.conformance.worlds import World
+from tests.tiers.p2p.rig import NOWHERE, Host
+
+BAD = {
+    "delay": Weather(delay_s=0.03, jitter_s=0.05),
+    "slices": Weather(slice_bytes=700),
+    "flips": Weather(flip_every=60_000),
+    "silence": Weather(silent=True),
+    "refusal": Weather(refuse=True),
+    "resets": Weather(reset_after=20_000),
+    "early ends": Weather(end_after=20_000),
+    "lost answers": Weather(silent=True, direction="to_client"),
+}
+
+
+class PeerWorld(World):
+    kind = sick_kind = "p2p"
+    partial = True
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        super().__init__(folder, seed)
+        self.host = Host("peer")
+        self.proxy = ChaosProxy(("127.0.0.1", self.host.port), seed=seed)
+
+    def options(self) -> dict[str, OptionValue]:
+        return {
+            "store": NOWHERE, "peers": f"peer=127.0.0.1:{self.proxy.port}", "push_to": "peer", "hit_s": 0.05,
+            "miss_s": 0.05, "ask_s": 0.1, "stall_s": 0.5,
+        }  # fmt: skip
+
+    def ready(self, values: Mapping[str, float]) -> bool:
+        return values.get("peers_up") == 1
+
+    def trouble(self, rng: random.Random) -> None:
+        name = rng.choice((*BAD, "stopped", "flip", "gone"))
+        self.struck[name] += 1
+        if name in BAD:
+            self.proxy.weather = BAD[name]
+            time.sleep(0.05 + rng.random() * 0.2)
+            self.proxy.weather = CALM
+            if rng.random() < 0.3:
+                self.proxy.reset_all()
+        elif name == "stopped":
+            self.host.source.gate.clear()
+            time.sleep(rng.random() * 0.3)
+            self.host.source.gate.set()
+        else:
+            self._spoil(name, rng)
+
+    def _spoil(self, what: str, rng: random.Random) -> None:
+        chunks = self.host.source.chunks
+        names = list(chunks)
+        if names and what == "gone":
+            chunks.pop(rng.choice(names), None)
+        elif names and (kept := chunks.get(rng.choice(names))) is not None:
+            kept.payload[rng.randrange(len(kept.payload))] ^= 1 << rng.randrange(8)
+
+    def calm(self) -> None:
+        self.proxy.weather = CALM
+
+    def left_behind(self) -> list[str]:
+        until = time.monotonic() + 10
+        while (self.host.source.lent or self.host.source.rooms) and time.monotonic() < until:
+            time.sleep(0.02)
+        source = self.host.source
+        return [f"{source.lent} lent, {len(source.rooms)} reserved at the peer"] if source.lent or source.rooms else []
+
+    def close(self) -> None:
+        self.proxy.close()
+        self.host.close()
