@@ -454,9 +454,9 @@ def test_a_tier_that_cannot_start_says_why(
     asyncio.run(scenario())
 
 
-def test_a_second_store_on_one_directory_is_refused(pool: Pool, tmp_path: Path) -> None:
+def test_a_second_store_on_one_state_directory_is_refused(pool: Pool, tmp_path: Path) -> None:
     async def scenario() -> None:
-        options = {"directory": str(tmp_path)}
+        options = {"directory": str(tmp_path), "state_dir": str(tmp_path / "state")}
         async with hosted(pool, "fs", options):
             with pytest.raises(AlreadyRunning, match="stop it, or give"):
                 async with hosted(pool, "fs", options):

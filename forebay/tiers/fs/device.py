@@ -34,7 +34,8 @@ def reason_of(error: OSError) -> str:
     """A job's failure reason for what the system said."""
     if error.errno in _FULL:
         return "full"
-    return "missing" if error.errno == errno.ENOENT else "io"
+    # A file that another machine removes from under an open descriptor is a stale handle on a network mount.
+    return "missing" if error.errno in (errno.ENOENT, errno.ESTALE) else "io"
 
 
 def disk_bytes(status: os.stat_result) -> int:
@@ -93,6 +94,8 @@ class Device:
         self._direct_min = 1 if odirect == "on" else DIRECT_BYTES_MIN
         self._fsync = fsync
         self.nameless = True
+        self.fenced = False
+        """With other stores around, a missing `chunks` folder says that ours has been taken over."""
         self._serial = itertools.count()
         self.counts: Counter[str] = Counter()
 
@@ -141,7 +144,7 @@ class Device:
             try:
                 return TempFile(os.open(folder, os.O_TMPFILE | flags, 0o600), "")
             except FileNotFoundError:
-                os.makedirs(folder, mode=0o700, exist_ok=True)
+                self._make_folder(folder)
                 return TempFile(os.open(folder, os.O_TMPFILE | flags, 0o600), "")
             except OSError as error:
                 if error.errno not in _NO_NAMELESS:
@@ -199,9 +202,25 @@ class Device:
         try:
             self._name(temp, path)
         except FileNotFoundError:
-            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            self._make_folder(os.path.dirname(path))
             self._name(temp, path)
         self._close(temp)
+
+    def _make_folder(self, folder: str) -> None:
+        if not self.fenced:
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            return
+        for made in (os.path.dirname(folder), folder):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(made, 0o700)
+
+    def rename(self, source: str, path: str) -> None:
+        """Give a file of another seat the name that it has here."""
+        try:
+            os.rename(source, path)
+        except FileNotFoundError:
+            self._make_folder(os.path.dirname(path))
+            os.rename(source, path)
 
     def _name(self, temp: TempFile, path: str) -> None:
         if not temp.name:

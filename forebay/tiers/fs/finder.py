@@ -10,19 +10,25 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from forebay.errors import CorruptChunk
 from forebay.kvstore.header import ChunkHeader
 from forebay.tiers.base import ChunkId, LookupResult, Query
 from forebay.tiers.chunks import UNIT_BYTES, best_match
 from forebay.tiers.fs.inspect import front_of
-from forebay.tiers.fs.manifest import UNIT_DIGEST_BYTES, View, first_unit
+from forebay.tiers.fs.manifest import UNIT_DIGEST_BYTES, Record, View, first_unit
 from forebay.tiers.fs.shelf import Shelf
+
+if TYPE_CHECKING:
+    from forebay.tiers.fs.neighbours import Neighbours
 
 CANDIDATES_MAX = 16
 FETCHES_MAX = 256
 CACHE_BYTES = 16 << 20
 FETCH_BYTES = 4096
+ASK_MAX = 256
+"""Of one lookup so many chunks at a time are asked of the disk."""
 
 
 class HeaderCache:
@@ -60,10 +66,12 @@ class HeaderCache:
 @dataclass
 class Finder:
     """Answers lookups. `submit` queues a task (what to run, its bytes) on the read threads, False if it can't;
-    `wake` tells that an open lookup may be answered now."""
+    `wake` tells that an open lookup may be answered now. Chunks of other stores are found through `neighbours`: by
+    name, if nobody has told of them yet."""
 
     shelf: Shelf
     cache: HeaderCache
+    neighbours: Neighbours
     submit: Callable[[Callable[[], None], int], bool]
     wake: Callable[[], None]
 
@@ -78,7 +86,25 @@ class Finder:
         with self.shelf.manifest.reading() as view:
             results = [self._find(view, query, used) for query in queries]
         self.shelf.touch(used[::-1])
+        return self._asked(queries, results) if self.neighbours.mirrors else results
+
+    def _asked(self, queries: Sequence[Query], results: list[LookupResult]) -> list[LookupResult]:
+        """Have the disk asked for chunks that nothing is known of, which another store may just have stored."""
+        open_at = [
+            at for at, (query, found) in enumerate(zip(queries, results, strict=True))
+            if found.key != query.key and self.neighbours.unknown(ChunkId(query.group, query.key))
+        ][:ASK_MAX]  # fmt: skip
+        chunks = [ChunkId(queries[at].group, queries[at].key) for at in open_at]
+        if chunks and self.submit(lambda: self._ask(chunks), FETCH_BYTES):
+            for at in open_at:
+                results[at] = LookupResult("retry")
         return results
+
+    def _ask(self, chunks: list[ChunkId]) -> None:
+        try:
+            self.neighbours.ask(chunks)
+        finally:
+            self.wake()
 
     def _find(self, view: View, query: Query, used: list[ChunkId]) -> LookupResult:
         chunk = ChunkId(query.group, query.key)
@@ -87,6 +113,10 @@ class Finder:
             used.append(chunk)
             self.counts["lookups_hit"] += 1
             return LookupResult("hit", query.key, record.tokens, record.tokens, record.length)
+        place = self.neighbours.place(chunk)
+        if place is not None:
+            self.counts["lookups_hit"] += 1
+            return LookupResult("hit", query.key, place.record.tokens, place.record.tokens, place.record.length)
         return self._find_partial(view, query, used)
 
     def _find_partial(self, view: View, query: Query, used: list[ChunkId]) -> LookupResult:
@@ -94,23 +124,33 @@ class Finder:
         unknown = False
         if len(query.tokens) >= UNIT_BYTES:
             unit = query.first[:UNIT_DIGEST_BYTES] or first_unit(query.parent, query.tokens, b"")
-            for child in view.children(query.group, query.parent, unit, CANDIDATES_MAX):
+            children = view.children(query.group, query.parent, unit, CANDIDATES_MAX)
+            if self.neighbours.mirrors:
+                more = self.neighbours.children(query.group, query.parent, unit, CANDIDATES_MAX)
+                children = list(dict.fromkeys([*children, *more]))
+            for child in children:
                 header = self.cache.get(child)
                 if header is not None:
                     found[child] = header
-                elif view.get(child) is not None:  # else a damaged manifest names a child that nobody has
+                elif self._record(view, child) is not None:  # else a damaged manifest names a child that nobody has
                     unknown |= self._fetch(child)
         if unknown:
             self.counts["lookups_retry"] += 1
             return LookupResult("retry")
         match = best_match(query, found)
-        record = view.get(match.chunk) if match else None
+        record = self._record(view, match.chunk) if match else None
         if match is None or record is None:
             self.counts["lookups_miss"] += 1
             return LookupResult("miss")
         used.append(match.chunk)
         self.counts["lookups_partial"] += 1
         return LookupResult("hit", match.chunk.key, match.matched, record.tokens, record.length)
+
+    def _record(self, view: View, chunk: ChunkId) -> Record | None:
+        record = view.get(chunk)
+        if record is None and (place := self.neighbours.place(chunk)) is not None:
+            return place.record
+        return record
 
     def _fetch(self, chunk: ChunkId) -> bool:
         """Have a header read. False if that isn't going to happen now: the candidate is then passed over."""
@@ -129,17 +169,22 @@ class Finder:
         return False
 
     def _read(self, chunk: ChunkId) -> None:
-        path = self.shelf.device.paths.chunk(chunk)
+        place = self.neighbours.place(chunk) if self.shelf.manifest.get(chunk) is None else None
+        path = (place.mirror.paths if place else self.shelf.device.paths).chunk(chunk)
         try:
             self.cache.put(chunk, front_of(self.shelf.device, path).header)
             self.counts["headers_read"] += 1
         except CorruptChunk as error:
-            self.shelf.damaged(chunk, 0, str(error))
+            if place is None:
+                self.shelf.damaged(chunk, 0, str(error))
+            else:
+                place.mirror.leave([chunk], "corrupt")
         except FileNotFoundError:
-            self.shelf.vanished(chunk)
+            (self.shelf if place is None else place.mirror).vanished(chunk)
         except OSError:
             self.counts["header_errors"] += 1
-            self.shelf.remove([chunk], "corrupt")
+            if place is None:
+                self.shelf.remove([chunk], "corrupt")
         finally:
             with self._lock:
                 self._fetching.discard(chunk)

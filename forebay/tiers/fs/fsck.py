@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +17,13 @@ from forebay.tiers.base import ChunkId
 from forebay.tiers.fs.device import Device
 from forebay.tiers.fs.inspect import check_payload, front_of
 from forebay.tiers.fs.manifest import Manifest
-from forebay.tiers.fs.paths import Paths, chunk_of_name
+from forebay.tiers.fs.paths import Paths, all_seats, chunk_of_name, seat_id
+from forebay.tiers.fs.presence import is_locked
+from forebay.tiers.fs.state import directory_of
 
 PROBLEMS_MAX = 10_000
 PROGRESS_FILES = 64
+BEAT_S = 60.0
 
 Progress = Callable[[int, int], None]
 """Called now and then with the files and bytes that have been checked."""
@@ -82,24 +86,34 @@ def check_directory(
     """Read and verify every file. With `repair`, bad ones move to the quarantine, and leftovers are removed
     if no store is running. Raises NotWritable if there is no such directory or it can't be read."""
     paths = Paths(directory)
-    if not paths.chunks.is_dir():
+    seats = all_seats(directory)
+    if not any(seat.chunks.is_dir() or seat.estate.is_dir() for seat in seats):
         raise NotWritable(f"{directory} is no file tier's directory: it has no folder {paths.chunks.name}")
-    report = FsckReport(in_use=_in_use(paths))
-    device = Device(paths, "off", fsync=False)
-    good: set[ChunkId] = set()
+    report = FsckReport()
     try:
-        for path in _files(paths):
-            _check_file(device, path, report, good, repair)
-            if progress is not None and report.files % PROGRESS_FILES == 0:
-                progress(report.files, report.bytes)
-        _check_leftovers(paths, report, repair)
-        report.quarantined = sum(1 for _ in paths.quarantine.iterdir()) if paths.quarantine.is_dir() else 0
+        for seat in seats:
+            _check_seat(seat, report, repair, progress, state_dir)
     except PermissionError as error:
         raise NotWritable(f"{error.filename} can't be read: run this as the user that the store runs as") from error
-    _compare(paths, state_dir, good, report)
     if progress is not None:
         progress(report.files, report.bytes)
     return report
+
+
+def _check_seat(
+    paths: Paths, report: FsckReport, repair: bool, progress: Progress | None, state_dir: Path | None
+) -> None:
+    in_use = _in_use(paths)
+    report.in_use |= in_use
+    device = Device(paths, "off", fsync=False)
+    good: set[ChunkId] = set()
+    for path in _files(paths):
+        _check_file(device, path, report, good, repair)
+        if progress is not None and report.files % PROGRESS_FILES == 0:
+            progress(report.files, report.bytes)
+    _check_leftovers(paths, report, repair and not in_use)
+    report.quarantined += sum(1 for _ in paths.quarantine.iterdir()) if paths.quarantine.is_dir() else 0
+    _compare(paths, state_dir, good, report)
 
 
 def _check_file(device: Device, path: str, report: FsckReport, good: set[ChunkId], repair: bool) -> None:
@@ -143,28 +157,25 @@ def _set_aside(paths: Paths, path: str) -> bool:
 def _check_leftovers(paths: Paths, report: FsckReport, repair: bool) -> None:
     if not paths.tmp.is_dir():
         return
-    report.leftovers = sorted(str(path) for path in paths.tmp.iterdir())
-    if repair and not report.in_use:
-        for leftover in report.leftovers:
+    leftovers = sorted(str(path) for path in paths.tmp.iterdir())
+    report.leftovers += leftovers
+    if repair:
+        for leftover in leftovers:
             os.unlink(leftover)
 
 
 def _in_use(paths: Paths) -> bool:
-    try:
-        descriptor = os.open(paths.lock, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
+    """Does a process hold the seat? Where locks don't tell, a beat that was counted on a minute ago says so."""
+    with contextlib.suppress(OSError):
+        return is_locked(paths.lock) or time.time() - paths.beat.stat().st_mtime < BEAT_S
     return False
 
 
 def _compare(paths: Paths, state_dir: Path | None, good: set[ChunkId], report: FsckReport) -> None:
-    folder = (state_dir or paths.root / ".state") / "manifest"
+    state = paths.root / ".state"
+    if state_dir is not None and directory_of(state_dir) == seat_id(paths):
+        state = state_dir
+    folder = state / "manifest"
     data = folder / "data.mdb"
     if not data.is_file():
         return
@@ -178,8 +189,8 @@ def _compare(paths: Paths, state_dir: Path | None, good: set[ChunkId], report: F
         report.manifest = f"unreadable: {error}"
         return
     report.manifest = "ok"
-    report.unindexed = len(good - known)
-    report.vanished = sum(1 for chunk in known - good if not os.path.lexists(paths.chunk(chunk)))
+    report.unindexed += len(good - known)
+    report.vanished += sum(1 for chunk in known - good if not os.path.lexists(paths.chunk(chunk)))
 
 
 def _files(paths: Paths) -> Iterator[str]:
@@ -191,11 +202,11 @@ def _files(paths: Paths) -> Iterator[str]:
 
 def list_directory(directory: Path) -> Iterator[Listed]:
     """Every chunk in a directory, from the headers of its files. Files that aren't well are left out."""
-    paths = Paths(directory)
-    device = Device(paths, "off", fsync=False)
-    for path in _files(paths):
-        try:
-            front = front_of(device, path)
-        except (CorruptChunk, OSError):
-            continue
-        yield Listed(front.header, path, front.disk)
+    device = Device(Paths(directory), "off", fsync=False)
+    for seat in all_seats(directory):
+        for path in _files(seat):
+            try:
+                front = front_of(device, path)
+            except (CorruptChunk, OSError):
+                continue
+            yield Listed(front.header, path, front.disk)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import lmdb
 
@@ -24,13 +24,16 @@ TRIM_BYTES = 256 << 20
 
 
 class Keeper:
-    """Runs until `close`. `kick` makes it look at once."""
+    """Runs until `close`. `kick` makes it look at once. `look` is called every few seconds: are there other stores?"""
 
-    def __init__(self, shelf: Shelf, outbox: Outbox, state: State, walk: Iterator[int], *, fast: bool) -> None:
+    def __init__(
+        self, shelf: Shelf, outbox: Outbox, state: State, walk: Iterator[int], look: Callable[[], None], *, fast: bool
+    ) -> None:
         self._shelf = shelf
         self._outbox = outbox
         self._state = state
         self._walk: Iterator[int] | None = walk
+        self._look = look
         self._fast = fast
         self._kicked = threading.Event()
         self._closing = False
@@ -87,6 +90,7 @@ class Keeper:
         self._rounds += 1
         if self._walk is None or self._rounds % 64 == 0:
             self._shelf.flush_touches()
+            self._look()
         if self._rounds % 16 == 0:
             self._shelf.quarantine.recount()
 
@@ -102,7 +106,7 @@ class Keeper:
 
         False if nothing is over it, or nothing of that can leave.
         """
-        over = self._shelf.ledger.used - self._shelf.ledger.quota
+        over = self._shelf.ledger.used - self._shelf.ledger.limit
         return over > 0 and self._shelf.evict(min(over, TRIM_BYTES), reason="quota")
 
     def close(self) -> None:

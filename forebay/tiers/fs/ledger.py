@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 class Ledger:
     """Bytes on disk by what they are for. Methods may be called from any thread.
 
-    `open` is false until what is on disk is known; nothing can be reserved before that.
+    `open` is false until what is on disk is known; nothing can be reserved before that. `headroom` is left free for
+    the first small files of a store that comes to this directory later.
     """
 
     quota: int
@@ -19,6 +20,7 @@ class Ledger:
     reserved: int = 0
     quarantine: int = 0
     other: int = 0
+    headroom: int = 0
     open: bool = True
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -27,10 +29,20 @@ class Ledger:
         """All bytes that count against the quota. `leaving` are removed chunks whose files are still there."""
         return self.stored + self.leaving + self.reserved + self.quarantine + self.other
 
+    @property
+    def limit(self) -> int:
+        """What may be used."""
+        return max(0, self.quota - self.headroom)
+
+    def widen(self, size: int) -> None:
+        """The quota grows by so many bytes."""
+        with self._lock:
+            self.quota += size
+
     def reserve(self, size: int) -> int:
         """Reserve `size` bytes: 0 if that worked, else how many bytes are missing."""
         with self._lock:
-            missing = self.used + size - self.quota
+            missing = self.used + size - self.limit
             if not self.open or missing > 0:
                 return max(1, missing)
             self.reserved += size

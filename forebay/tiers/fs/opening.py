@@ -48,13 +48,18 @@ def make_folders(paths: Paths) -> None:
             folder.mkdir(mode=0o700, exist_ok=True)
 
 
+def open_lock(paths: Paths) -> int:
+    """The open lock file, not locked yet. Raises NotWritable, NoSpace."""
+    with explained(paths.root):
+        return os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
 def lock_directory(paths: Paths) -> int:
-    """An open descriptor that keeps every other process from serving this directory.
+    """An open descriptor that keeps every other process from sitting at this seat.
 
     Raises AlreadyRunning. The kernel lets go when the process ends, however it ends.
     """
-    with explained(paths.root):
-        descriptor = os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    descriptor = open_lock(paths)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -16,9 +16,12 @@ class FsOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """One directory of chunk files.
 
     `quota_bytes` bounds what chunks, files being written, quarantine and namespaces take on disk; the
-    manifest comes on top and is bounded by `manifest_bytes` (0: chosen from the quota). `state_dir` must be
-    on a local disk. `fsync` "file" flushes each chunk before it is published: without it a power cut costs
-    chunks, never correctness. `recover` "rebuild" throws the manifest away at start.
+    manifest comes on top and is bounded by `manifest_bytes` (0: chosen from the quota). Several stores may use
+    the directory; then the quota is that of all together. `state_dir` must be on a local disk, and each store's own.
+    `liveness` says how they see that one of them is gone: "auto" goes by the kind of file system; by a beat, after
+    `dead_after_s` of silence. `takeover_s` later another one takes its files over. `fsync` "file"
+    flushes each chunk before it is published: without it a power cut costs chunks, never correctness. `recover`
+    "rebuild" throws the manifest away at start.
     """
 
     directory: str
@@ -31,6 +34,9 @@ class FsOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     fsync: Literal["none", "file"] = "none"
     odirect: Literal["auto", "on", "off"] = "auto"
     recover: Literal["auto", "rebuild"] = "auto"
+    liveness: Literal["auto", "flock", "heartbeat"] = "auto"
+    dead_after_s: float = 30.0
+    takeover_s: float = 60.0
     manifest_bytes: int = 0
     quarantine_files: int = 64
     quarantine_bytes: int = 0
@@ -38,10 +44,6 @@ class FsOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     @property
     def path(self) -> Path:
         return Path(self.directory)
-
-    @property
-    def state_path(self) -> Path:
-        return Path(self.state_dir) if self.state_dir else self.path / ".state"
 
     @property
     def map_bytes(self) -> int:
@@ -66,6 +68,9 @@ def fs_options(name: str, options: Mapping[str, object]) -> FsOptions:
             raise ConfigError(f"tier {name!r}: {option} must be from 1 to 64")
     for option in ("read_queue_bytes", "write_queue_bytes"):
         if getattr(found, option) < 1:
+            raise ConfigError(f"tier {name!r}: {option} must be positive")
+    for option in ("dead_after_s", "takeover_s"):
+        if getattr(found, option) <= 0:
             raise ConfigError(f"tier {name!r}: {option} must be positive")
     for option in ("manifest_bytes", "quarantine_files", "quarantine_bytes"):
         if getattr(found, option) < 0:

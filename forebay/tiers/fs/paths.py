@@ -8,6 +8,14 @@
       quarantine/              what didn't verify, moved aside
       namespaces/<id>          encoded namespaces, for people and listings
 
+Where several stores use the directory, that is seat 0; the others have the same under `seats/<number>/`, and:
+
+      claims/<version>         which part of the quota is whose (`claims`)
+      .beat                    counts up while its process lives, where locks don't tell (`presence`)
+      journal/                 what came and went, for the others (`journal`)
+      requests/                what the others ask for (`requests`)
+      estate/                  chunks of a store that is gone, while another one takes them over (`estate`)
+
 A name is made of hex digits of a digest and nothing else, so nobody's text ever becomes a path.
 """
 
@@ -71,7 +79,48 @@ class Paths:
     def namespaces(self) -> Path:
         return self.root / "namespaces"
 
+    @property
+    def beat(self) -> Path:
+        return self.root / ".beat"
+
+    @property
+    def journal(self) -> Path:
+        return self.root / "journal"
+
+    @property
+    def requests(self) -> Path:
+        return self.root / "requests"
+
+    @property
+    def estate(self) -> Path:
+        return self.root / "estate"
+
     def chunk(self, chunk: ChunkId) -> str:
         """The path of a chunk's file, as text because the hot path wants no more."""
         name = chunk_name(chunk)
         return f"{self.root}/chunks/{name[0]}/{name[1]}/{name}"
+
+
+def seat_paths(directory: Path, number: int) -> Paths:
+    """Where the store with this seat has its own."""
+    return Paths(directory / "seats" / str(number) if number else directory)
+
+
+def all_seats(directory: Path) -> list[Paths]:
+    """The seats that are there, whether or not anybody sits at them."""
+    seats = directory / "seats"
+    numbers = sorted(int(path.name) for path in seats.iterdir() if path.name.isdigit()) if seats.is_dir() else []
+    return [Paths(directory), *(seat_paths(directory, number) for number in numbers)]
+
+
+def seat_id(paths: Paths) -> str:
+    """The random name of a seat's contents, from its lock file; empty if it has none."""
+    try:
+        return paths.lock.read_bytes()[:32].decode("ascii", "replace")
+    except FileNotFoundError:
+        return ""
+
+
+def claims_folder(directory: Path) -> Path:
+    """Where the seats' parts of the quota are noted."""
+    return directory / "claims"

@@ -21,7 +21,7 @@ class Quarantine:
         self._directory = directory
         self._ledger = ledger
         self._files_max = files_max
-        self._bytes_max = bytes_max
+        self._bytes_max = self._bytes_at_most = bytes_max
         self._lock = threading.Lock()
         self._serial = 0
         self._files: OrderedDict[str, int] = OrderedDict()
@@ -42,6 +42,12 @@ class Quarantine:
             self._files = OrderedDict((path, size) for _, path, size in sorted(found))
             self.bytes = sum(self._files.values())
             self._ledger.move(quarantine=self.bytes - before)
+            self._trim()
+
+    def limit_bytes(self, bytes_max: int) -> None:
+        """Keep at most so many bytes, and never more than at the start was said."""
+        with self._lock:
+            self._bytes_max = min(self._bytes_at_most, bytes_max)
             self._trim()
 
     def take(self, path: str) -> None:

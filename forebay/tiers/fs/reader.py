@@ -19,7 +19,10 @@ from forebay.tiers.fs.complaints import complain
 from forebay.tiers.fs.device import AlignedBuffer, Expected, Loaded, reason_of
 from forebay.tiers.fs.inspect import read_front
 from forebay.tiers.fs.manifest import Record
+from forebay.tiers.fs.mirror import Mirror
+from forebay.tiers.fs.neighbours import Neighbours
 from forebay.tiers.fs.outbox import Outbox
+from forebay.tiers.fs.paths import Paths
 from forebay.tiers.fs.shelf import Shelf
 
 log = logging.getLogger("forebay.tier.fs")
@@ -31,8 +34,11 @@ _STILL_READABLE = ("evicted", "replaced")
 class Reader:
     """Runs load jobs on the read threads. The caller has pinned the chunk; it is unpinned here."""
 
-    def __init__(self, shelf: Shelf, outbox: Outbox, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, shelf: Shelf, neighbours: Neighbours, outbox: Outbox, clock: Callable[[], float]
+    ) -> None:
         self._shelf = shelf
+        self._neighbours = neighbours
         self._outbox = outbox
         self._clock = clock
         self._local = threading.local()
@@ -60,7 +66,17 @@ class Reader:
             leaving = view.leaving(job.chunk)
         if leaving is not None and leaving not in _STILL_READABLE:
             return JobResult(job.id, False, "missing")
-        path = self._shelf.device.paths.chunk(job.chunk)
+        paths = self._shelf.device.paths
+        if record is None and self._neighbours.mirrors and not os.path.lexists(paths.chunk(job.chunk)):
+            place = self._neighbours.found(job.chunk)
+            if place is not None:
+                return self._load_from(job, memory, place.mirror.paths, place.record, place.mirror)
+        return self._load_from(job, memory, paths, record, self._shelf)
+
+    def _load_from(
+        self, job: LoadJob, memory: memoryview, paths: Paths, record: Record | None, owner: Shelf | Mirror
+    ) -> JobResult:
+        path = paths.chunk(job.chunk)
         inode = 0
         try:
             direct = self._wants_direct(job, record)
@@ -74,10 +90,10 @@ class Reader:
         except CorruptChunk as error:
             if isinstance(error, ForeignChunk) and record is None:
                 return JobResult(job.id, False, "missing")  # another version's, who may want it back
-            self._shelf.damaged(job.chunk, inode, str(error))
+            owner.damaged(job.chunk, inode, str(error))
             return JobResult(job.id, False, "corrupt")
         except OSError as error:
-            return self._failed(job, error)
+            return self._failed(job, error, owner)
         self._shelf.touch([job.chunk], loaded=True)
         self.counts["loaded_bytes"] += len(loaded.block) + loaded.payload_length
         return JobResult(job.id, True, "", loaded.block, loaded.payload_length)
@@ -111,10 +127,10 @@ class Reader:
             raise CorruptChunk("the header says other things than the manifest")
         return header
 
-    def _failed(self, job: LoadJob, error: OSError) -> JobResult:
+    def _failed(self, job: LoadJob, error: OSError, owner: Shelf | Mirror) -> JobResult:
         reason = reason_of(error)
         if reason == "missing":
-            self._shelf.vanished(job.chunk)
+            owner.vanished(job.chunk)
             return JobResult(job.id, False, "missing")
         complain("load", "a load failed: %s", error)
         return JobResult(job.id, False, "io")

@@ -9,10 +9,11 @@ manifest. Across a crash the order of the two steps is what counts:
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from forebay.errors import CorruptChunk, ForeignChunk
 from forebay.kvstore.header import ChunkHeader
@@ -61,6 +62,10 @@ class Shelf:
         self._announcing = True
         self._told: set[ChunkId] = set()
         self._foreign: dict[ChunkId, int] = {}  # other versions' files, which stay; as few as the disk holds
+        self.tell: Callable[[TierChange], None] = outbox.change
+        """Called with everything that comes or goes; other stores of the directory want to know it too."""
+        self.well: Callable[[], bool] = lambda: True
+        """May a file be named now? Not if others may take this process for dead."""
         self.counts: Counter[str] = Counter()
 
     def _stripe(self, chunk: ChunkId) -> threading.Lock:
@@ -122,6 +127,8 @@ class Shelf:
         record = record_of(front.header, len(front.block), temp.disk, cold=cold)
         with self._stripe(chunk):
             path = self.device.paths.chunk(chunk)
+            if not self.well():
+                raise OSError(errno.EIO, "this store stood still for too long, others may have taken its place")
             self.device.publish(temp, path)
             try:
                 replaced = self.manifest.commit(chunk, record)
@@ -134,7 +141,7 @@ class Shelf:
             )  # fmt: skip
             if self._announcing:
                 self._told.add(chunk)
-            self._outbox.change(TierChange(chunk, True, "", header_block(front.block)))
+            self.tell(TierChange(chunk, True, "", header_block(front.block)))
 
     def adopt(self, chunk: ChunkId) -> bool:
         """Enter a file that is there without a record, if its header is right; else move it aside."""
@@ -158,7 +165,7 @@ class Shelf:
             self.ledger.move(stored=front.disk)
             if self._announcing:
                 self._told.add(chunk)
-            self._outbox.change(TierChange(chunk, True, "", header_block(front.block)))
+            self.tell(TierChange(chunk, True, "", header_block(front.block)))
         self.counts["adopted"] += 1
         return True
 
@@ -171,6 +178,38 @@ class Shelf:
         size = disk_bytes(os.lstat(path))
         self.ledger.move(other=size - self._foreign.pop(chunk, 0))
         self._foreign[chunk] = size
+
+    def inherit(self, chunk: ChunkId, source: str, unwanted: Callable[[ChunkHeader], bool]) -> int | None:
+        """Take over a file of a store that is gone, with the room that it takes there; returns that room.
+
+        One that isn't well, is `unwanted` or is here already is removed. None: it can't be read here, and stays.
+        """
+        path = self.device.paths.chunk(chunk)
+        with self._stripe(chunk):
+            try:
+                front = front_of(self.device, source)
+            except ForeignChunk:
+                return None
+            except CorruptChunk as error:
+                complain("corrupt", "%s is removed: %s", source, error)
+                self.device.remove(source)
+                return 0
+            with self.manifest.reading() as view:
+                here = view.get(chunk) is not None or view.leaving(chunk) is not None
+            if here or unwanted(front.header):
+                self.device.remove(source)
+                return 0
+            self.manifest.begin_write(chunk, front.disk)
+            self.device.rename(source, path)
+            # The room comes with the file: until the dead store's part is given up it is reserved over there.
+            self.ledger.widen(front.disk)
+            self.manifest.commit(chunk, record_of(front.header, len(front.block), front.disk, cold=False), found=True)
+            self.ledger.move(stored=front.disk)
+            if self._announcing:
+                self._told.add(chunk)
+            self.tell(TierChange(chunk, True, "", header_block(front.block)))
+        self.counts["inherited"] += 1
+        return front.disk
 
     def announce(self, chunk: ChunkId) -> None:
         """Tell of a chunk that an earlier process stored, if its file is still there and right."""
@@ -257,7 +296,7 @@ class Shelf:
                 return 0
             self.manifest.bury(left.chunk)
             self.ledger.move(leaving=-left.disk)
-            self._outbox.change(TierChange(left.chunk, False, left.reason, block))
+            self.tell(TierChange(left.chunk, False, left.reason, block))
         return left.disk
 
     def _known_block(self, path: str) -> bytes:
@@ -277,7 +316,7 @@ class Shelf:
                 return False
             self.ledger.move(stored=-record.disk)
             self.counts["vanished"] += 1
-            self._outbox.change(TierChange(chunk, False, "evicted"))
+            self.tell(TierChange(chunk, False, "evicted"))
             return True
 
     def foreign(self, path: str) -> None:
@@ -309,4 +348,4 @@ class Shelf:
         self.counts["corrupt"] += 1
         if record is not None:
             self.ledger.move(stored=-record.disk)
-            self._outbox.change(TierChange(chunk, False, "corrupt", block))
+            self.tell(TierChange(chunk, False, "corrupt", block))

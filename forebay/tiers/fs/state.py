@@ -26,6 +26,14 @@ class _Marker(msgspec.Struct, frozen=True):
     version: int = _VERSION
 
 
+def directory_of(path: Path) -> str:
+    """The id of the directory that the manifest in this state directory belongs to; empty if there is none."""
+    try:
+        return msgspec.json.decode((path / "marker.json").read_bytes(), type=_Marker).directory
+    except (FileNotFoundError, msgspec.DecodeError):
+        return ""
+
+
 def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
@@ -72,8 +80,9 @@ class State:
         return None
 
     def discard(self) -> None:
-        """Remove the manifest."""
+        """Remove the manifest, and what is known of other stores' chunks."""
         shutil.rmtree(self.manifest, ignore_errors=True)
+        shutil.rmtree(self.path / "others", ignore_errors=True)
 
     def healthy(self) -> None:
         """The process has run well for a while."""

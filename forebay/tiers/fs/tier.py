@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
+from pathlib import Path
 
 import lmdb
 
@@ -38,7 +39,8 @@ from forebay.tiers.fs.keeper import Keeper
 from forebay.tiers.fs.ledger import Ledger
 from forebay.tiers.fs.manifest import BROKEN, Manifest
 from forebay.tiers.fs.namespaces import NamespaceFiles
-from forebay.tiers.fs.opening import check_formats, directory_id, explained, lock_directory, make_folders
+from forebay.tiers.fs.neighbours import Neighbours
+from forebay.tiers.fs.opening import check_formats, directory_id, explained
 from forebay.tiers.fs.options import FsOptions, fs_options
 from forebay.tiers.fs.outbox import Outbox
 from forebay.tiers.fs.paths import Paths
@@ -47,6 +49,7 @@ from forebay.tiers.fs.probe import probe
 from forebay.tiers.fs.quarantine import Quarantine
 from forebay.tiers.fs.reader import Reader
 from forebay.tiers.fs.reconcile import announce, finish_interrupted, reconcile, remove_leftovers
+from forebay.tiers.fs.seating import headroom, lock_state, take_seat
 from forebay.tiers.fs.shelf import Shelf
 from forebay.tiers.fs.state import State
 from forebay.tiers.fs.writer import Writer
@@ -79,34 +82,50 @@ class FsTier(SecondaryTier):
         self.options = found = fs_options(name, options)
         self._clock = clock
         self._new_pool, self._new_keeper = new_pool, new_keeper
-        self._paths = Paths(found.path)
         self._extents: dict[int, memoryview] = {}
         self._outbox = Outbox()
-        make_folders(self._paths)
-        self._lock = lock_directory(self._paths)
+        self._state_lock = lock_state(Path(found.state_dir)) if found.state_dir else -1
+        try:
+            self._seat = take_seat(found)
+        except BaseException:
+            self._unlock_state()
+            raise
+        self._lock, self._paths = self._seat.lock, self._seat.paths
+        self._state_path = Path(found.state_dir) if found.state_dir else self._paths.root / ".state"
         try:
             try:
                 self._open_parts(device)
             except BROKEN as error:
                 # The files are the truth: what is known of them can be found out again.
-                complain("manifest", "the manifest in %s is broken and is built anew: %s", found.state_path, error)
+                complain("manifest", "the manifest in %s is broken and is built anew: %s", self._state_path, error)
                 self._state.distrust()
                 self._open_parts(device)
         except BaseException:
             os.close(self._lock)
+            self._unlock_state()
             raise
+
+    def _unlock_state(self) -> None:
+        if self._state_lock >= 0:
+            os.close(self._state_lock)
 
     def _open_parts(self, device: Callable[[Paths, FsOptions], Device] | None) -> None:
         options = self.options
-        self._state = State(options.state_path, directory_id(self._lock, self._paths))
+        self._state = State(self._state_path, directory_id(self._lock, self._paths))
         check_formats(self._lock, self._paths)
-        ledger = Ledger(options.quota_bytes)
+        seat = self._seat
+        ledger = Ledger(seat.quota, headroom=0 if seat.shared else headroom(seat.quota))
         manifest, self._rebuilt = self._open_manifest(ledger)
         quarantine = Quarantine(self._paths.quarantine, ledger, options.quarantine_files, options.quarantine_cap)
         dev = device(self._paths, options) if device else Device(self._paths, options.odirect, options.fsync == "file")
         self._shelf = shelf = Shelf(dev, manifest, ledger, quarantine, self._outbox)
         self._namespaces = NamespaceFiles(self._paths.namespaces, ledger)
         self._cache = HeaderCache()
+        self._neighbours = Neighbours(
+            seat, shelf, self._outbox, self._cache, self._state_path, directory=options.path,
+            quota=options.quota_bytes, map_bytes=options.map_bytes, dead_after_s=options.dead_after_s,
+            takeover_s=options.takeover_s, kick=self._kick,
+        )  # fmt: skip
         try:
             with explained(self._paths.root):
                 self._leftovers = remove_leftovers(shelf)
@@ -114,27 +133,38 @@ class FsTier(SecondaryTier):
                 self._namespaces.open()
                 ledger.move(other=disk_bytes(os.fstat(self._lock)))
                 finish_interrupted(shelf)
-                probe(shelf, options.odirect)
+                probe(shelf, options.odirect, small=seat.shared)
                 self._start_keeper()
+                self._write_holder()
+                self._neighbours.forget_old()
+                self._neighbours.look()
         except BaseException:
             manifest.close()
             raise
         self._readers = self._new_pool("fs-read", options.read_threads, options.read_queue_bytes)
         self._writers = self._new_pool("fs-write", options.write_threads, options.write_queue_bytes)
-        self._reader = Reader(shelf, self._outbox, self._clock)
-        self._writer = Writer(shelf, self._outbox, self._cache)
-        self._finder = Finder(shelf, self._cache, self._submit_read, self._outbox.wake)
+        self._reader = Reader(shelf, self._neighbours, self._outbox, self._clock)
+        self._writer = Writer(shelf, self._neighbours, self._outbox, self._cache)
+        self._finder = Finder(shelf, self._cache, self._neighbours, self._submit_read, self._outbox.wake)
         self._keeper.start()
+
+    def _kick(self) -> None:
+        self._keeper.kick()
+
+    def _write_holder(self) -> None:
+        """Who comes back with this state directory knows that it was itself who sat here."""
+        if self.options.state_dir:
+            (self._state_path / "holder").write_text(self._seat.claims.token)
 
     def _open_manifest(self, ledger: Ledger) -> tuple[Manifest, str]:
         """The manifest, its bytes entered into the ledger; and why it had to be thrown away, if so."""
         rebuild = self.options.recover == "rebuild"
-        with explained(self.options.state_path):
+        with explained(self._state_path):
             why = self._state.open(rebuild=rebuild) or ""
             try:
                 return self._counted_manifest(ledger), why
             except lmdb.DiskError as error:
-                raise NoSpace(f"no space for the manifest in {self.options.state_path}: {error}") from error
+                raise NoSpace(f"no space for the manifest in {self._state_path}: {error}") from error
             except BROKEN as error:
                 self._state.discard()
                 self._state.manifest.mkdir(mode=0o700)
@@ -150,7 +180,9 @@ class FsTier(SecondaryTier):
         """Without a manifest nothing is reserved until the walk has counted what is on the disk."""
         shelf = self._shelf
         walk = chain(announce(shelf), reconcile(shelf))
-        self._keeper = self._new_keeper(shelf, self._outbox, self._state, walk, fast=bool(self._rebuilt))
+        self._keeper = self._new_keeper(
+            shelf, self._outbox, self._state, walk, self._neighbours.look, fast=bool(self._rebuilt)
+        )
         until = time.monotonic() + REBUILD_FIRST_S
         while time.monotonic() < until and self._keeper.trim():
             pass
@@ -208,8 +240,10 @@ class FsTier(SecondaryTier):
     def get_finished_jobs(self) -> Iterable[JobResult]:
         results = self._outbox.take_results()
         if not results and self._outbox.failure is not None:
+            if not isinstance(self._outbox.failure, lmdb.Error):
+                raise TierFailed(str(self._outbox.failure))
             self._state.distrust()
-            raise TierFailed(f"the manifest in {self.options.state_path} is broken: {self._outbox.failure}")
+            raise TierFailed(f"the manifest in {self._state_path} is broken: {self._outbox.failure}")
         return results
 
     def take_changes(self) -> Iterable[TierChange]:
@@ -218,17 +252,20 @@ class FsTier(SecondaryTier):
     def forget(self, chunks: Sequence[ChunkId], reason: str) -> None:
         with self._noting_errors():
             self._shelf.remove(chunks, reason)
+            self._neighbours.forget(chunks, reason)
         self._keeper.kick()
 
     def clear(self, namespace: bytes) -> int:
         with self._noting_errors():
             count = self._shelf.remove_namespace(namespace)
+            count += self._neighbours.clear_scope(ClearScope(namespace))
         self._keeper.kick()
         return count
 
     def clear_scope(self, scope: ClearScope) -> int:
         with self._noting_errors():
             count = self._shelf.remove_scope(scope)
+            count += self._neighbours.clear_scope(scope)
         self._keeper.kick()
         return count
 
@@ -256,13 +293,15 @@ class FsTier(SecondaryTier):
             "reconciled": int(self._keeper.reconciled), "odirect": int(shelf.device.direct),
             "leftovers_removed": self._leftovers,
         }  # fmt: skip
-        values = {key: float(value) for key, value in (*counts.items(), *gauges.items())}
-        info = {"kind": "fs", "directory": str(self._paths.root), "state_dir": str(self.options.state_path)}
+        others = self._neighbours.figures()
+        values = {key: float(value) for key, value in (*others.items(), *counts.items(), *gauges.items())}
+        info = {"kind": "fs", "directory": str(self._paths.root), "state_dir": str(self._state_path)}
         return TierStats(values, info)
 
     def close(self) -> None:
         self._outbox.close()
         self._keeper.close()
+        self._neighbours.stop()
         ended = self._writers.close(CLOSE_S) and self._readers.close(CLOSE_S)
         try:
             if self._outbox.failure is None and ended:
@@ -270,6 +309,7 @@ class FsTier(SecondaryTier):
                     self._shelf.flush_touches()
             if ended:
                 with suppress(lmdb.Error), self._noting_errors():
+                    self._neighbours.close()
                     self._shelf.manifest.close()
                     if self._outbox.failure is None:
                         self._state.close()
@@ -277,3 +317,4 @@ class FsTier(SecondaryTier):
             if ended:
                 self._extents.clear()
                 os.close(self._lock)
+                self._unlock_state()

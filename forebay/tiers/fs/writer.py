@@ -17,6 +17,7 @@ from forebay.tiers.fs.complaints import complain
 from forebay.tiers.fs.device import AlignedBuffer, TempFile, reason_of
 from forebay.tiers.fs.finder import HeaderCache
 from forebay.tiers.fs.inspect import Front
+from forebay.tiers.fs.neighbours import Neighbours
 from forebay.tiers.fs.outbox import Outbox
 from forebay.tiers.fs.shelf import Shelf
 
@@ -34,8 +35,9 @@ def room_for(length: int) -> int:
 class Writer:
     """Runs store jobs on the write threads. Of two jobs for one chunk, the second waits for the first's end."""
 
-    def __init__(self, shelf: Shelf, outbox: Outbox, cache: HeaderCache) -> None:
+    def __init__(self, shelf: Shelf, neighbours: Neighbours, outbox: Outbox, cache: HeaderCache) -> None:
         self._shelf = shelf
+        self._neighbours = neighbours
         self._outbox = outbox
         self._cache = cache
         self._local = threading.local()
@@ -74,9 +76,11 @@ class Writer:
         except CorruptChunk as error:
             complain("slot", "a slot is not stored: %s", error)
             return "corrupt"
-        if self._shelf.manifest.get(job.chunk) is not None:
+        if self._shelf.manifest.get(job.chunk) is not None and not self._taken_away(job.chunk):
             self._shelf.touch([job.chunk])
             self.counts["stores_known"] += 1
+        elif self._neighbours.on_disk(job.chunk):
+            self.counts["stores_elsewhere"] += 1
         else:
             reason = self._write(job, slot)
             if reason:
@@ -85,9 +89,13 @@ class Writer:
             self._shelf.remove([ChunkId(job.chunk.group, job.replaces)], "replaced")
         return ""
 
+    def _taken_away(self, chunk: ChunkId) -> bool:
+        """Has another store removed the file of a chunk that our manifest still has?"""
+        return bool(self._neighbours.mirrors) and self._shelf.vanished(chunk)
+
     def _write(self, job: StoreJob, slot: Slot) -> str:
         size = room_for(job.length)
-        if size > self._shelf.ledger.quota:
+        if size > self._shelf.ledger.limit:
             return "quota"
         if self._shelf.manifest.count() >= self._shelf.manifest.chunks_max:
             self._shelf.evict(0, count=1)
