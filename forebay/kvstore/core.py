@@ -553,6 +553,7 @@ class StoreCore:
         # Readers compare the generation, so it stays until the slot is free.
         self.memory.mark(entry.slot, SlotState.RETIRED, entry.generation)
         self.table.remove(entry)
+        self.place.may_have_room()  # what this one needed may go now, also while it is being read
         entry.state = SlotState.RETIRED
         self.counters.add(f"host.removed_{reason}")
         self.removed[entry.id] = reason

@@ -27,6 +27,9 @@ from forebay.kvstore.residents import Page, Residents
 from forebay.kvstore.slots import Extent, SlotAllocator
 from forebay.kvstore.tenancy import ACCOUNTS_MAX, Account, Accounts, TenantRule
 
+HOPELESS_MAX = 1024
+"""For how many pairs of tenant and size it is remembered that they found no room."""
+
 EXTENTS_TRIED = 4
 """Of how many of the coldest extents it is looked up what would go with them."""
 
@@ -83,9 +86,13 @@ class Placement:
         self.residents = Residents(self.slots)
         # Bytes by extent and account, so that the price of an extent is known without a walk over its entries.
         self._tenants_in: defaultdict[int, defaultdict[Account, int]] = defaultdict(lambda: defaultdict(int))
+        # Who found no room for which size since anything last changed that might give some. Finding out may take a
+        # walk over everything that can't go, which a batch of stores must not take for each of its chunks.
+        self._hopeless: set[tuple[Account, int]] = set()
 
     def add_extent(self, extent: int, size: int) -> None:
         """Take an uncut extent into the budget."""
+        self.may_have_room()
         self.slots.add_extent(extent, size)
         self.residents.add_extent(extent)
         self.busy[extent] = self.kept_in[extent] = 0
@@ -93,6 +100,9 @@ class Placement:
     def take(self, slot_bytes: int, tenant: str = "") -> SlotRef | None:
         """A slot of this size for a tenant, evicting if need be; None if nothing may be evicted. May call `evict`."""
         account = self.accounts.of(tenant)
+        if (account, slot_bytes) in self._hopeless:
+            account.counts.refused += 1
+            return None
         slot = None
         # A chunk's `extra` may make its slot larger than any of its namespace's: then nothing goes for it.
         if self.slots.fits(slot_bytes) and self._fit_quota(account, slot_bytes):
@@ -102,9 +112,16 @@ class Placement:
                     slot = self._free(slot_bytes)
         if slot is None:
             account.counts.refused += 1
+            if len(self._hopeless) < HOPELESS_MAX:
+                self._hopeless.add((account, slot_bytes))
         else:
             self.accounts.stored += slot_bytes
+            self.may_have_room()  # for others: levels have changed
         return slot
+
+    def may_have_room(self) -> None:
+        """Something has changed that might let go what could not before."""
+        self._hopeless.clear()
 
     def _free(self, slot_bytes: int) -> SlotRef | None:
         slot = self.slots.take(slot_bytes)
@@ -266,6 +283,7 @@ class Placement:
 
     def belongs_to(self, entry: Entry, tenant: str) -> None:
         """A pinned entry turns out to be another tenant's: who it is charged to changes."""
+        self.may_have_room()
         assert entry.account is not None and entry.pins > 0
         entry.tenant = tenant
         if entry.account is not (account := self.accounts.of(tenant)):
@@ -283,6 +301,7 @@ class Placement:
 
     def drop_slot(self, slot: SlotRef) -> None:
         """A quarantined slot is free again."""
+        self.may_have_room()
         account, size = self.held.pop(slot)
         self.busy[slot.extent] -= 1
         self._discharge(account, slot.extent, size)
@@ -290,6 +309,7 @@ class Placement:
 
     def released(self, entry: Entry) -> None:
         """Nobody pins `entry` any more: it may be evicted, and was just used."""
+        self.may_have_room()
         self.busy[entry.slot.extent] -= 1
         self.stamp += 1
         entry.stamp = self.stamp
@@ -300,6 +320,7 @@ class Placement:
 
     def returned(self, entry: Entry) -> None:
         """Nobody pins `entry` any more, and nobody has used it: it is the first to go, if it may go at all."""
+        self.may_have_room()
         self.busy[entry.slot.extent] -= 1
         account = self._account(entry)
         account.offer(entry, kept=entry in self.kept)
@@ -338,6 +359,7 @@ class Placement:
 
     def unkeep(self, entry: Entry) -> None:
         """`entry` is worth as much as any other again. It must be kept."""
+        self.may_have_room()
         self.kept.remove(entry)
         self.kept_in[entry.slot.extent] -= 1
         if entry.pins == 0:
@@ -351,6 +373,7 @@ class Placement:
 
     def leave(self, entry: Entry, *, keep_slot: bool = False) -> None:
         """`entry` is gone. Its slot is free, or with `keep_slot` stays held (quarantine)."""
+        self.may_have_room()
         slot, account = entry.slot, self._account(entry)
         self.residents.drop(entry)
         kept = entry in self.kept

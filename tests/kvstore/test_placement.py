@@ -209,6 +209,32 @@ def test_a_slot_that_no_extent_has_room_for_is_refused_and_nothing_goes_for_it()
     assert not pool.evicted and pool.place.accounts.of("a").counts.refused == 1
 
 
+def test_that_nothing_can_go_is_found_out_once_until_something_changes() -> None:
+    pool = Pool(extents=1)
+    heads = []
+    while (head := pool.store("a")) is not None and not pool.evicted:
+        child = pool.store("a", parent=head, pin=True)
+        assert child is not None
+        heads.append((head, child))
+    asked = 0
+
+    def dependents(entry: Entry) -> list[Entry]:
+        nonlocal asked
+        asked += 1
+        return Pool.dependents(pool, entry)
+
+    pool.dependents = dependents  # type: ignore[method-assign]
+    refused = pool.place.accounts.of("a").counts.refused
+    for _ in range(100):
+        assert pool.place.take(SIZES[0], "a") is None
+    assert asked <= 4 * len(heads), "looked at once, not a hundred times"
+    assert pool.place.accounts.of("a").counts.refused == refused + 100
+    head, child = heads[-1]
+    child.pins = 0
+    pool.place.released(child)
+    assert pool.place.take(SIZES[0], "a") is not None and pool.evicted == [(child, "evicted")]
+
+
 def test_a_full_and_pinned_pool_refuses_and_counts() -> None:
     pool = Pool()
     for _ in range(48):
