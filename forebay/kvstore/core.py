@@ -29,7 +29,7 @@ from forebay.kvstore.header import ChunkHeader, SlotState, encode_header, header
 from forebay.kvstore.identity import Namespace, party_of
 from forebay.kvstore.index import ChunkTable
 from forebay.kvstore.layout import extends, granule_count, needed_from, needs_all, payload_bytes
-from forebay.kvstore.leases import Client, Hold, Leases, Reservation
+from forebay.kvstore.leases import Client, Hold, Leases
 from forebay.kvstore.limits import Limits
 from forebay.kvstore.lineage import ChunkLineage
 from forebay.kvstore.namespaces import Namespaces
