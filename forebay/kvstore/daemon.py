@@ -127,6 +127,7 @@ class Daemon:
                 await tier.stop()
             await metrics.stop()
             announcer.close()
+            service.stop()
         return True
 
     async def _end_other_tasks(self) -> None:

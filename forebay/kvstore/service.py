@@ -113,7 +113,7 @@ class StoreService:
         self.core.chores.wake = self._work_soon
         self.demand = Demand(self.core)
         self.core.on_forgotten = self._namespace_forgotten
-        self._working = False
+        self._working = self._stopped = False
 
     # --- connections -----------------------------------------------------------------------------------
 
@@ -148,8 +148,14 @@ class StoreService:
             self._working = True
             asyncio.get_running_loop().call_soon(self._work)
 
+    def stop(self) -> None:
+        """The pool is about to be unmapped: long work that is left stays undone."""
+        self._stopped = True
+
     def _work(self) -> None:
         self._working = False
+        if self._stopped:
+            return
         try:
             more = self.core.tick()
         except Exception:

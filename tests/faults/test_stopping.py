@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from pathlib import Path
 
-from forebay.kvstore.client import StoreClient
+from forebay.kvstore.client import AsyncStoreClient, StoreClient
+from forebay.kvstore.writers import DEATH_CHECKS_S
+from tests.faults.inprocess import SPEC, InProcessDaemon, chunks_of, config, started
 from tests.faults.kill_loop import Daemon
 from tests.faults.traffic import BIG, big_tokens, push
 
@@ -25,3 +28,22 @@ def test_a_stop_in_the_middle_of_reading_adopted_chunks_leaves_nothing(tmp_path:
     assert store.process.wait(60) == 0, store.last_words()
     assert not store.pool.exists() and not store.socket.exists()
     assert "Traceback" not in store.last_words()
+
+
+def test_a_store_that_has_stopped_touches_its_pool_no_more(tmp_path: Path) -> None:
+    async def stop_with_a_writer() -> None:
+        (tmp_path / "pool").mkdir()
+        daemon = InProcessDaemon(config(tmp_path, files=False))
+        run = await started(daemon)
+        client = AsyncStoreClient(f"unix://{daemon.config.socket}")
+        await client.connect()
+        await client.register(SPEC)
+        slots = (await client.reserve(SPEC.id, "", chunks_of(list(range(64))))).slots
+        assert slots[0].status == "reserved"
+        daemon.stop()
+        assert await run == 0
+        await client.close()  # its slots would be free now
+        await asyncio.sleep(2 * sum(DEATH_CHECKS_S))
+        assert "store.background_failures" not in daemon.service.core.counters.values
+
+    asyncio.run(stop_with_a_writer())
