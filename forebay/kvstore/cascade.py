@@ -34,6 +34,9 @@ AHEAD_CHUNKS = 512
 REST_S = 0.25
 """So long nothing is copied ahead to a tier that could not take a copy: it is down, or has enough to do."""
 
+FAILURES = ("missing", "corrupt", "full", "quota", "io", "late", "dropped")
+"""Reasons that are counted each by its name. What else a tier says is counted as a failure."""
+
 Jobs = list[tuple[str, StoreJob]]
 
 
@@ -249,7 +252,8 @@ class Cascade:
             self._core.in_tier(entry, tier.name)
             self._core.counters.add(f"tier.{tier.name}.stored")
         else:
-            self._core.counters.add(f"tier.{tier.name}.store_{result.reason or 'failed'}")
+            reason = result.reason if result.reason in FAILURES else "failed"
+            self._core.counters.add(f"tier.{tier.name}.store_{reason}")
             self._rest([tier.name])
         if tier.copy == EVICT and self._copied_ahead(tier, entry):
             self._core.give_back(entry)

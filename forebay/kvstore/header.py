@@ -25,6 +25,7 @@ from forebay.kvstore.layout import ALIGNMENT, round_up
 MAGIC = b"FOREBAY1"
 HEADER_VERSION = 1
 HEADER_BYTES_MAX = 1 << 20
+TENANT_BYTES_MAX = 128
 _PREFIX = struct.Struct("<8sIIQQI")
 _STATE_AT = 8
 _GENERATION_AT = 16
@@ -90,7 +91,7 @@ def encode_header(
     header: ChunkHeader, *, state: SlotState = SlotState.COMMITTED, generation: int = 0
 ) -> bytes:
     """The padded header. Its size is `header_bytes(token_count, len(extra))`."""
-    assert len(header.tenant.encode()) <= 128, "tenant ids have at most 128 bytes"
+    assert len(header.tenant.encode()) <= TENANT_BYTES_MAX, "tenant ids have at most 128 bytes"
     body = msgspec.msgpack.encode(header)
     size = header_bytes(header.token_count, len(header.extra))
     assert _BODY_AT + len(body) <= size <= HEADER_BYTES_MAX, (len(body), size)
@@ -130,6 +131,8 @@ def decode_header(data: bytes | memoryview) -> ChunkHeader:
 def _inconsistency(header: ChunkHeader) -> str | None:
     if not len(header.namespace) == len(header.key) == len(header.parent) == KEY_BYTES:
         return "a key has not 32 bytes"
+    if len(header.tenant.encode()) > TENANT_BYTES_MAX:
+        return f"a tenant's id of more than {TENANT_BYTES_MAX} bytes"
     if not header.tokens or len(header.tokens) % (4 * MATCH_UNIT) or header.start % MATCH_UNIT:
         return f"tokens [{header.start}, {header.end}) are no whole units"
     granules, rest = divmod(len(header.checksums), 8)

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from forebay.errors import RequestRefused
@@ -18,7 +19,7 @@ from forebay.kvstore.core import Client, StoreCore
 from forebay.kvstore.demand import Demand
 from forebay.kvstore.entry import Entry
 from forebay.kvstore.extents import ClientLocks, PoolFiles
-from forebay.kvstore.header import SlotState
+from forebay.kvstore.header import TENANT_BYTES_MAX, SlotState
 from forebay.kvstore.identity import (
     KEY_BYTES,
     MATCH_UNIT,
@@ -86,8 +87,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EXPLAIN_TIER_S = 2.0
+TIER_FIGURES_MAX = 512
+"""Figures of one tier that are passed on; somebody else's may have any number."""
 LABEL_CHARACTERS_MAX = 128
-TENANT_BYTES_MAX = 128
 VIEWS = (GetStats, WhatIf, List, Explain)
 """What a view of one tenant may ask."""
 
@@ -453,7 +455,8 @@ class StoreService:
         tiers = []
         for name, tier in self.tiers.items():
             stats = await tier.stats()
-            values.update({f"tier.{name}.{key}": value for key, value in stats.values.items()})
+            told = islice(stats.values.items(), TIER_FIGURES_MAX)
+            values.update({f"tier.{name}.{key}": value for key, value in told})
             tiers.append({"name": name, **stats.info})
         return values, tiers
 

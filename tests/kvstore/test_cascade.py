@@ -85,6 +85,17 @@ def test_a_copy_that_failed_is_made_at_the_next_hit() -> None:
     assert tiers.named() == [(SECOND_HIT, entry.key)]
 
 
+def test_whatever_reasons_a_tier_makes_up_the_figures_stay_few() -> None:
+    tiers = Tiers(WRITE_THROUGH)
+    for serial in range(100):
+        tiers.put()
+        for tier, job in tiers.jobs:
+            tiers.cascade.finished(tier, JobResult(job.id, False, f"reason {serial}"))
+        tiers.jobs.clear()
+    assert tiers.core.counters.values["tier.write-through.store_failed"] == 100
+    assert len(tiers.core.counters.values) < 20
+
+
 def fill(tiers: Tiers, until: float = 1.0) -> list[Entry]:
     """Store chunks until so much of the pool is in use."""
     entries: list[Entry] = []

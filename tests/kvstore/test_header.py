@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import CorruptChunk
 from forebay.kvstore.header import (
+    MAGIC,
+    TENANT_BYTES_MAX,
     ChunkHeader,
     SlotState,
     decode_header,
@@ -101,3 +105,16 @@ def test_the_first_bad_granule_is_named() -> None:
     assert first_bad_granule(memoryview(payload), 1024, sums) is None
     payload[2500] ^= 1
     assert first_bad_granule(memoryview(payload), 1024, sums) == 2
+
+
+def test_a_tenants_id_that_could_not_be_written_is_not_read_either() -> None:
+    for length, good in ((TENANT_BYTES_MAX, True), (TENANT_BYTES_MAX + 1, False)):
+        body = msgspec.msgpack.encode(header(tenant="t" * length))
+        checked = len(body).to_bytes(4, "little") + body
+        front = MAGIC + (2).to_bytes(4, "little") + (1).to_bytes(4, "little") + bytes(8)
+        block = front + xxhash.xxh3_64_intdigest(checked).to_bytes(8, "little") + checked
+        if good:
+            assert decode_header(block).tenant == "t" * length
+        else:
+            with pytest.raises(CorruptChunk, match="tenant"):
+                decode_header(block)
