@@ -16,6 +16,7 @@ KINDS = {
     "fs": "forebay.tiers.fs.tier:FsTier",
     "s3": "forebay.tiers.s3.tier:S3Tier",
     "p2p": "forebay.tiers.p2p.tier:P2pTier",
+    "mooncake": "forebay.tiers.mooncake.tier:MooncakeTier",
 }
 
 Options = TypeVar("Options")

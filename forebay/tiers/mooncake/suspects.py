@@ -1,0 +1,43 @@
+"""Hosts of the pool that hang: nothing is asked of them for a while, so that one doesn't hold up the loads of all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+SUSPECT_S = 15.0
+"""Longer than a master takes to notice by default (10 s), after which it names other hosts, or none."""
+HOSTS_MAX = 1024
+
+
+class Suspects:
+    """Endpoints with a time until which they are left alone. May be called from any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._until: OrderedDict[str, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+    def suspect(self, endpoint: str) -> None:
+        """A call to this host has taken too long."""
+        with self._lock:
+            self._until.pop(endpoint, None)
+            if len(self._until) >= HOSTS_MAX:
+                self._until.popitem(last=False)
+            self._until[endpoint] = self._clock() + SUSPECT_S
+
+    def hangs(self, endpoint: str) -> bool:
+        """Is it to be left alone for now?"""
+        until = self._until.get(endpoint)
+        if until is None:
+            return False
+        if until > self._clock():
+            return True
+        with self._lock:
+            self._until.pop(endpoint, None)
+        return False
