@@ -137,18 +137,20 @@ def _check_numbers(where: str, found: P2pOptions) -> None:
 
 def _check_plain(where: str, settings: Settings) -> None:
     """Without keys nobody is authenticated and nothing is encrypted: that must not leave the host."""
+    far = [("listen", settings.listen)] if settings.listen else []
+    far += [(f"peer {peer.name}", peer.address) for peer in settings.peers]
+    far = [(what, address) for what, address in far if not address.loopback]
+    if settings.options.bulk == "stream" and far:
+        raise ConfigError(f"{where}: bulk \"stream\" is plain TCP, for loopback only, and {far[0][0]} isn't: leave it out")
     if settings.keys is not None:
         if not settings.keys.is_absolute():
             raise ConfigError(f"{where}: keys {str(settings.keys)!r} must be an absolute path")
         return
-    far = [("listen", settings.listen)] if settings.listen else []
-    far += [(f"peer {peer.name}", peer.address) for peer in settings.peers]
     for what, address in far:
-        if not address.loopback:
-            raise ConfigError(
-                f"{where}: {what} {address.host}:{address.port} isn't on loopback, so connections need keys: make a "
-                "pair on each host with `python -m forebay.tiers.p2p.keys DIR` and set keys = DIR"
-            )
+        raise ConfigError(
+            f"{where}: {what} {address.host}:{address.port} isn't on loopback, so connections need keys: make a "
+            "pair on each host with `python -m forebay.tiers.p2p.keys DIR` and set keys = DIR"
+        )
 
 
 def _words(text: str) -> list[str]:

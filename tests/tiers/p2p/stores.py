@@ -153,3 +153,17 @@ class PeerStore(TierStore):
         with ThreadPoolExecutor(1) as threads:
             asked = threads.submit(self.lookup, tokens, deadline_ms)
             yield lambda: asked.result(60)
+
+    @contextmanager
+    def full_of_reservations(self) -> Iterator[None]:
+        """Nobody else gets room while this is open."""
+        with StoreClient(self.address) as client:
+            client.register(namespace())
+            serial = 0
+            while True:
+                serial += 1
+                chunk = prompt_of(namespace(), [1000 + serial] * CHUNK).chunk(0, 0)
+                (slot,) = client.reserve(namespace().id, "", [chunk]).slots
+                if slot.status == "full":
+                    break
+            yield
