@@ -101,7 +101,8 @@ class Completion:
 
 @dataclass
 class Cluster:
-    """Processes of one test; `stop` ends them all and checks that nothing is left."""
+    """Processes of one test; `stop` ends them all and checks that nothing is left. `tiers` are tables of a store's
+    configuration file; without, the store has one file tier, `fs`."""
 
     folder: Path
     model: Path
@@ -109,6 +110,7 @@ class Cluster:
     chunk_tokens: int = 32
     memory: str = "256MiB"
     device_memory: str = "64MiB"
+    tiers: str = ""
     processes: dict[str, Process] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
 
@@ -117,11 +119,13 @@ class Cluster:
         return f"unix://{self.folder}/store.sock"
 
     def start_store(self, *, events: str | None = None, replay: str | None = None) -> Process:
-        """The store with its file tier."""
-        arguments = [
-            "store", "--socket", f"{self.folder}/store.sock", "--memory", self.memory,
-            "--fs", f"{self.folder}/files", "--fs-quota", "1GiB",
-        ]  # fmt: skip
+        """The store with its file tier, or with those of `tiers`."""
+        arguments = ["store", "--socket", f"{self.folder}/store.sock", "--memory", self.memory]
+        if self.tiers:
+            (self.folder / "store.toml").write_text(self.tiers)
+            arguments += ["--config", f"{self.folder}/store.toml"]
+        else:
+            arguments += ["--fs", f"{self.folder}/files", "--fs-quota", "1GiB"]
         if events:
             arguments += ["--events", events, "--replay", str(replay)]
         process = self._start("store", arguments)
@@ -226,14 +230,15 @@ class Cluster:
         return values
 
     def settle(self, frontend: str) -> None:
-        """Wait until everything that was computed is in the store and in the file tier."""
+        """Wait until everything that was computed is in the store and in its tiers."""
 
         def quiet() -> bool:
             worker = self.figures(frontend)
             values = self.store_values()
             waiting = ("push_queue_bytes", "pushes_running")
             queued = sum(value for name, value in worker.items() if name.endswith(waiting))
-            return queued == 0 and values.get("tier.fs.stores_running", 0) == 0 and values["host.reserved_bytes"] == 0
+            copying = sum(value for name, value in values.items() if name.endswith(".stores_running"))
+            return queued == 0 and copying == 0 and values["host.reserved_bytes"] == 0
 
         wait_for("pushes and cascades", quiet, SETTLE_S)
 
