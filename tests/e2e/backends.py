@@ -66,7 +66,8 @@ class Bucket(Backend):
 
     def tiers(self, store: str) -> str:
         return (
-            f'[tiers.s3]\nkind = "s3"\nbucket = "kv-cache"\nendpoint_url = "{self.server.endpoint}"\naddressing = "path"\n'
+            f'[tiers.s3]\nkind = "s3"\nbucket = "kv-cache"\nendpoint_url = "{self.server.endpoint}"\n'
+            'addressing = "path"\n'
             f'state_dir = "{self.folder}/state"\n'
         )
 
