@@ -11,8 +11,9 @@ from forebay.tiers.s3.options import S3Options
 QUIET = ("boto3", "botocore", "urllib3", "s3transfer")
 
 
-def make_client(name: str, options: S3Options) -> Any:
-    """A thread-safe client with as many connections as there are threads. Does no request.
+def make_client(name: str, options: S3Options, session: Any = None) -> Any:
+    """A thread-safe client with as many connections as there are threads. Does no request. `session` is boto3's, by
+    default a new one of the profile.
 
     Its own retries are off: ours have a budget. Checksums that the library would add or want are left out where the
     protocol allows it, since every chunk carries its own. Raises ConfigError if boto3 isn't installed or the AWS
@@ -38,7 +39,7 @@ def make_client(name: str, options: S3Options) -> Any:
         user_agent_extra="forebay",
     )
     try:
-        session = boto3.session.Session(profile_name=options.profile)
+        session = session or boto3.session.Session(profile_name=options.profile)
         region = options.region or session.region_name or "us-east-1"
         return session.client(
             "s3", endpoint_url=options.endpoint_url, region_name=region, config=config,

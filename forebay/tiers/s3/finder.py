@@ -26,6 +26,8 @@ from forebay.tiers.s3.sightings import Sighting, Sightings, sighting_of
 
 CANDIDATES_MAX = 16
 PROBES_MAX = 1024
+ASKED_A_LOOKUP = 256
+"""What one lookup may ask the bucket for; of what goes beyond it, its first chunks are the ones of use."""
 FRONT_BYTES = 4096
 UNSURE_S = 1.0
 """How long a chunk counts as missing whose front couldn't be asked for."""
@@ -89,13 +91,17 @@ class Finder:
             return [LookupResult("miss")] * len(queries)
         used: list[ChunkId] = []
         with self.holdings.manifest.reading() as view:
-            results = [self._find(view, query, used) for query in queries]
+            left = ASKED_A_LOOKUP
+            results = []
+            for query in queries:
+                results.append(self._find(view, query, used, may_ask=left > 0))
+                left -= results[-1].outcome == "retry"
         self.holdings.touch(used[::-1])  # a chain's front outlives its end
         for result in results:
             self.counts[f"lookups_{result.outcome}"] += 1
         return results
 
-    def _find(self, view: View, query: Query, used: list[ChunkId]) -> LookupResult:
+    def _find(self, view: View, query: Query, used: list[ChunkId], *, may_ask: bool) -> LookupResult:
         chunk = ChunkId(query.group, query.key)
         record = view.get(chunk)
         if record is not None:
@@ -105,8 +111,9 @@ class Finder:
             known, seen = self.sightings.get(chunk)
             if seen is not None and not self._hidden(seen):
                 return LookupResult("hit", query.key, seen.tokens, seen.tokens, seen.length)
-            if not known and self._ask(chunk):
+            if not known and may_ask and self._ask(chunk):
                 return LookupResult("retry")
+            self.counts["fronts_passed_over"] += not known
         return self._find_partial(view, query, used)
 
     def _hidden(self, seen: Sighting) -> bool:
@@ -138,13 +145,11 @@ class Finder:
             if chunk in self._asking:
                 return True
             if len(self._asking) >= PROBES_MAX:
-                self.counts["fronts_passed_over"] += 1
                 return False
             self._asking.add(chunk)
         if self.submit(lambda: self._look(chunk), FRONT_BYTES):
             return True
         self._asked(chunk)
-        self.counts["fronts_passed_over"] += 1
         return False
 
     def _look(self, chunk: ChunkId) -> None:

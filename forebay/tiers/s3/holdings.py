@@ -44,12 +44,15 @@ def record_of(header: ChunkHeader, block: bytes, disk: int, *, cold: bool) -> Re
 class Holdings:
     """See the module's text. Methods may be called from any thread; those that take a bucket's time say so."""
 
-    def __init__(self, bucket: Bucket, names: Names, memory: Memory, outbox: Outbox, quota: int) -> None:
+    def __init__(
+        self, bucket: Bucket, names: Names, memory: Memory, outbox: Outbox, quota: int, chunks_max: int
+    ) -> None:
         self.bucket = bucket
         self.names = names
         self.manifest = memory.manifest
         self.cards = memory.cards
         self.quota = quota
+        self.chunks_max = chunks_max
         self.ledger = Ledger(quota or UNLIMITED)
         self.locks = ChunkLocks()
         self._outbox = outbox
@@ -124,7 +127,7 @@ class Holdings:
 
     def make_room(self, size: int) -> bool:
         """Reserve `size` bytes, evicting for them. False if that can't be had. Blocks on the bucket."""
-        if self.manifest.count() >= self.manifest.chunks_max and not self._make_entries():
+        if self.manifest.count() >= self.chunks_max and not self._make_entries():
             return False
         for _ in range(8):
             missing = self.ledger.reserve(size)
@@ -135,7 +138,7 @@ class Holdings:
         return False
 
     def _make_entries(self) -> bool:
-        count = max(1, self.manifest.chunks_max // 100)
+        count = max(1, self.chunks_max // 100)
         if self.quota:
             return self.evict(0, count)
         # Nothing but our memory is full: the objects stay, for the bucket's rules to remove, and are still found.

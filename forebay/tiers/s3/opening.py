@@ -19,6 +19,7 @@ from forebay.tiers.s3.cards import Cards
 from forebay.tiers.s3.options import S3Options
 
 _BYTES_PER_RECORD = 1024
+_SPARE_BYTES = 1 << 20
 
 
 @dataclass
@@ -31,6 +32,13 @@ class Memory:
     state: State | None
     lock: int | None
     fresh: str
+    data: int
+    """A descriptor of the manifest's file, which may have no name any more."""
+
+    @property
+    def bytes(self) -> int:
+        """What the manifest takes on disk, without the cards."""
+        return os.fstat(self.data).st_blocks * 512
 
     def close(self, *, well: bool) -> None:
         """Flush and close. Not `well`: what is on disk may be broken, the next process shall start afresh."""
@@ -42,6 +50,7 @@ class Memory:
             if self.state is not None and well:
                 self.state.close()
         finally:
+            os.close(self.data)
             if self.lock is not None:
                 os.close(self.lock)
 
@@ -63,9 +72,9 @@ def _open_hidden(chunks_max: int) -> Memory:
     folder = Path(tempfile.mkdtemp(prefix="forebay-s3-"))
     try:
         manifest, cards = _open_in(folder, chunks_max)
+        return Memory(manifest, cards, None, None, "there is no state_dir", _data(folder))
     finally:
         shutil.rmtree(folder)  # the open files live on until they are closed, however that comes
-    return Memory(manifest, cards, None, None, "there is no state_dir")
 
 
 def _open_state(path: Path, options: S3Options) -> Memory:
@@ -85,14 +94,18 @@ def _open_state(path: Path, options: S3Options) -> Memory:
             state.manifest.mkdir(mode=0o700)
             manifest, cards = _open_in(state.manifest, options.own_chunks_max)
             fresh = f"it can't be read: {error}"
-        return Memory(manifest, cards, state, lock, fresh)
+        return Memory(manifest, cards, state, lock, fresh, _data(state.manifest))
     except BaseException:
         os.close(lock)
         raise
 
 
+def _data(folder: Path) -> int:
+    return os.open(folder / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
+
+
 def _open_in(folder: Path, chunks_max: int) -> tuple[Manifest, Cards]:
-    manifest = Manifest(folder, chunks_max * _BYTES_PER_RECORD)
+    manifest = Manifest(folder, chunks_max * _BYTES_PER_RECORD + _SPARE_BYTES)
     try:
         (folder / "cards").mkdir(mode=0o700, exist_ok=True)
         return manifest, Cards(folder / "cards", chunks_max)

@@ -96,7 +96,9 @@ class S3Tier(SecondaryTier):
 
     def _make_parts(self, trial: str) -> None:
         options, names, clock = self.options, self._names, self._clock
-        self._holdings = holdings = Holdings(self._bucket, names, self._memory, self._outbox, options.quota_bytes)
+        self._holdings = holdings = Holdings(
+            self._bucket, names, self._memory, self._outbox, options.quota_bytes, options.own_chunks_max
+        )
         self._doomed = doomed = Doomed(DOOMED_MAX)
         for left in self._memory.cards.begun():
             doomed.add(f"{names.prefix}/{left}")
@@ -229,7 +231,7 @@ class S3Tier(SecondaryTier):
             "read_queue_bytes": self._readers.bytes, "write_queue_bytes": self._writer.bytes,
             "packing_bytes": self._writer.packing_bytes, "lookup_queue_bytes": self._lookers.bytes,
             "bytes_stored": ledger.stored, "bytes_leaving": ledger.leaving, "bytes_reserved": ledger.reserved,
-            "chunks_max": holdings.manifest.chunks_max, "manifest_bytes": holdings.manifest.size(),
+            "chunks_max": holdings.chunks_max, "manifest_bytes": self._memory.bytes,
             "remembered": len(self._sightings), "remembered_max": self.options.remembered,
             "remembered_pushed_out": self._sightings.pushed_out, "segments_known": self._sightings.segments,
             "fronts_open": self._finder.asking, "deadlines": len(self._deadlines), "doomed": len(self._doomed),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from forebay.testing.buckets import Server
+from forebay.tiers.s3.client import make_client
 from forebay.tiers.s3.tier import S3Tier
 from tests.tiers.support import Driver, InProcess, Made, Pool
 
@@ -21,6 +23,20 @@ def options_of(server: Server, more: Mapping[str, object]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@functools.cache
+def _session(access: str, secret: str) -> Any:
+    """Reading the service's model takes longer than most tests: once is enough."""
+    import boto3
+
+    return boto3.session.Session(access, secret, region_name="us-east-1")
+
+
+def quick_tier(server: Server, options: Mapping[str, object]) -> S3Tier:
+    """A tier whose session is shared with others on this server."""
+    client = functools.partial(make_client, session=_session(server.access, server.secret))
+    return S3Tier("bucket", options, client=client)
+
+
 class S3Rig(Driver):
     """A tier in this process. `objects` and what follows go around it, straight to the bucket."""
 
@@ -29,19 +45,23 @@ class S3Rig(Driver):
         self.options = options_of(server, more)
         self.bucket = str(self.options["bucket"])
         self.prefix = str(self.options["prefix"])
-        self.tier = S3Tier("bucket", self.options)
+        self.tier = quick_tier(server, self.options)
         self.client = server.client()
         self.closed = False
+        self.others: list[S3Rig] = []
         super().__init__(pool, InProcess(self.tier, pool))
 
     def close(self) -> None:
         if not self.closed:
             self.closed = True
             super().close()
+        for other in self.others:
+            other.close()
 
     def again(self, **more: object) -> S3Rig:
         """A tier of its own on the same prefix: another daemon, or this one after a restart."""
-        return S3Rig(self.pool, self.server, {**self.options, **more})
+        self.others.append(S3Rig(self.pool, self.server, {**self.options, **more}))
+        return self.others[-1]
 
     def objects(self, folder: str = "") -> list[str]:
         """Names of what is in the bucket below the prefix."""

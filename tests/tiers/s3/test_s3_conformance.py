@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,10 +25,16 @@ from forebay.testing.conformance import (
     drivers,
 )
 from forebay.tiers.host import TierHost
-from forebay.tiers.s3.tier import S3Tier
-from tests.tiers.s3.rig import options_of
+from tests.tiers.s3.rig import options_of, quick_tier
 
 _runs = itertools.count()
+ALL = bool(os.environ.get("FOREBAY_S3_ALL"))
+"""Run every suite in full; otherwise only that on SeaweedFS is, and of the others the tests that are most their own."""
+SOME = (
+    "test_what_was_stored_comes_back", "test_every_job_of_a_batch", "test_the_quota_holds", "test_damage_is_a_miss",
+    "test_a_load_that_misses_its_deadline", "test_what_was_removed_stays_away", "test_clearing_everything",
+    "test_storing_a_chunk_again",
+)  # fmt: skip
 
 
 class BucketOf(TierConformance):
@@ -35,9 +42,12 @@ class BucketOf(TierConformance):
 
     __test__ = False
     server_fixture: ClassVar[str] = ""
+    short: ClassVar[bool] = True
 
     @pytest.fixture(autouse=True)
     def server(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Server:
+        if self.short and not ALL and not request.node.name.startswith(SOME):
+            pytest.skip("FOREBAY_S3_ALL=1 runs the whole suite here too")
         found: Server = request.getfixturevalue(self.server_fixture)
         for name, value in found.environment.items():
             monkeypatch.setenv(name, value)
@@ -56,7 +66,7 @@ class BucketOf(TierConformance):
         yield from drivers(pool, lambda quota: self.engine(pool, {**self.given, "quota_bytes": quota}))
 
     def engine(self, pool: Pool, options: dict[str, object]) -> Engine:
-        return InProcess(S3Tier("bucket", options), pool)
+        return InProcess(quick_tier(self.at, options), pool)
 
     def damage(self, driver: Driver, chunk: Made) -> None:
         client, name = self.at.client(), f"{self.given['prefix']}/chunks/{chunk.id.key.hex()}-{chunk.id.group:02x}"
@@ -75,6 +85,7 @@ class BucketOf(TierConformance):
 
 class TestS3TierOnSeaweedFS(BucketOf):
     __test__ = True
+    short = False
     server_fixture = "seaweed"
 
 
