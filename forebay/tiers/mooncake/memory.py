@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 from collections.abc import Callable
@@ -33,8 +34,10 @@ class Area:
 
     def close(self) -> None:
         """Give it back. No transfer may be under way any more."""
-        self.memory.release()
-        self._map.close()
+        # Where a traceback that somebody keeps still has a piece of it, it goes with the process.
+        with contextlib.suppress(BufferError):
+            self.memory.release()
+            self._map.close()
 
 
 class Areas:

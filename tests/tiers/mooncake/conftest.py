@@ -1,14 +1,45 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from forebay.testing import mooncake
+from forebay.tiers.mooncake.options import MooncakeOptions, mooncake_options
+from forebay.tiers.mooncake.remote import Remote
 
-Later = Callable[[Callable[[], None]], None]
+SHARED_BYTES = 64 << 20
+
+
+class Borrowed(Remote):
+    """A client of the pool that several tiers use in turn, each with a prefix of its own: leaving a pool takes the
+    library two seconds. What these tiers lend and register is the owner's business."""
+
+    def __init__(self, owner: Remote, prefix: str) -> None:
+        self._store, self._config, self._prefix = owner._store, owner._config, prefix
+
+    def register(self, memory: memoryview) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+class SharedPool:
+    """A master, and one client that lends memory for the whole session."""
+
+    def __init__(self, master: mooncake.Master) -> None:
+        self.master = master
+        options = {"master": str(master.address), "segment_bytes": SHARED_BYTES}
+        self.owner = Remote("owner", mooncake_options("owner", options))
+        self._serial = itertools.count()
+
+    def borrow(self) -> Callable[[str, MooncakeOptions], Remote]:
+        """Makes clients that share one fresh prefix."""
+        prefix = f"test-{next(self._serial)}"
+        return lambda name, options: Borrowed(self.owner, prefix)
 
 
 @pytest.fixture(autouse=True)
@@ -18,16 +49,18 @@ def _installed() -> None:
 
 
 @pytest.fixture(scope="session")
-def later() -> Iterator[Later]:
-    """Runs what ends a test's parts beside the next tests: leaving a pool takes the library two seconds."""
-    under_way: list[Future[None]] = []
-    with ThreadPoolExecutor(8) as executor:
-        yield lambda call: under_way.append(executor.submit(call))
-        for future in under_way:
-            future.result(60)
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedPool]:
+    """For tests that do a pool no harm."""
+    if why := mooncake.why_not():
+        pytest.skip(why)
+    with mooncake.Master(tmp_path_factory.mktemp("mooncake"), client_ttl_s=60) as master:
+        pool = SharedPool(master)
+        yield pool
+        pool.owner.close()
 
 
 @pytest.fixture
-def master(tmp_path: Path) -> mooncake.Master:
-    """A pool's master. Whoever asks for it sees to its end, by `later`."""
-    return mooncake.Master(tmp_path).start()
+def master(tmp_path: Path) -> Iterator[mooncake.Master]:
+    """One that a test may kill."""
+    with mooncake.Master(tmp_path) as made:
+        yield made
