@@ -86,6 +86,11 @@ class FrameBuffer(Generic[M]):
         self._codec = codec
         self._data = bytearray()
 
+    @property
+    def pending(self) -> int:
+        """Bytes of a frame that isn't whole yet."""
+        return len(self._data)
+
     def feed(self, data: bytes) -> Iterator[M]:
         """Messages that `data` completes, in order. Raises ProtocolError; the connection is then over."""
         self._data += data

@@ -80,8 +80,9 @@ class Promises:
 
     def hold(self, client: Client, request: Hold) -> Held:
         """Pin the best chunk that memory has for each query, under one lease."""
-        if len(request.queries) > BATCH_ITEMS_MAX or any(not 0 <= q.group < GROUPS_MAX for q in request.queries):
-            raise RequestRefused("limits", f"at most {BATCH_ITEMS_MAX} chunks a batch, of groups below {GROUPS_MAX}")
+        check_batch(len(request.queries))
+        if any(not 0 <= q.group < GROUPS_MAX or len(q.parent) != KEY_BYTES for q in request.queries):
+            raise RequestRefused("limits", f"a query has a parent of {KEY_BYTES} bytes, and a group below {GROUPS_MAX}")
         found = [self._best(query) for query in request.queries]
         self._core.take_out_suspects()
         entries = list(dict.fromkeys(e for e in found if e is not None and e.state is SlotState.COMMITTED))

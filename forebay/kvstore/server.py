@@ -31,6 +31,8 @@ from forebay.kvstore.protocol import (
 log = logging.getLogger(__name__)
 
 GRUMBLE_S = 5.0
+HELLO_BYTES_MAX = 4096
+"""Who hasn't said who it is gets no more memory than this."""
 
 FOR_ITS_CLIENT_ALONE = (Check, Lookup, Warm)
 """Requests that end with their connection. Others change something, and go on to their end."""
@@ -70,6 +72,9 @@ class Service(Protocol):
     def gone(self, connection: Connection) -> None:
         """The connection has ended."""
 
+    def crowded(self) -> bool:
+        """Are there so many connections that another one isn't even listened to?"""
+
 
 class Connection(asyncio.Protocol):
     """One client. Requests that need waiting run as tasks, a bounded number; everything else is answered
@@ -96,6 +101,9 @@ class Connection(asyncio.Protocol):
         if not self._allowed(peer.uid):
             _grumble("refused a connection of uid %d, pid %d", peer.uid, peer.pid)
             transport.abort()
+        elif self._service.crowded():
+            _grumble("hung up on uid %d, pid %d: there are too many connections", peer.uid, peer.pid)
+            transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """asyncio: bytes have come."""
@@ -104,6 +112,8 @@ class Connection(asyncio.Protocol):
                 if self.closed:
                     return
                 self._take(request)
+            if self.client is None and self._buffer.pending > HELLO_BYTES_MAX:
+                raise ProtocolError(f"a Hello has at most {HELLO_BYTES_MAX} bytes")
         except ProtocolError as error:
             _grumble("dropped a client that broke the protocol: %s", error)
             self.abort()
@@ -153,8 +163,15 @@ class Connection(asyncio.Protocol):
             message, descriptors, self.client = self._service.welcome(hello)
         except (ForebayError, OSError) as error:
             self.send(Refused(rid=hello.rid, code="busy", message=str(error)))
+            self._hang_up()
             return
         self.send(message, descriptors)
+
+    def _hang_up(self) -> None:
+        """End the connection once it has been told why."""
+        self.closed = True
+        assert self._transport is not None
+        self._transport.close()
 
     def _run(self, request: Request, answer: Coroutine[Any, Any, object]) -> None:
         if len(self._tasks) >= self._limits.requests_per_connection:

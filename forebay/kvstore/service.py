@@ -90,6 +90,8 @@ EXPLAIN_TIER_S = 2.0
 TIER_FIGURES_MAX = 512
 """Figures of one tier that are passed on; somebody else's may have any number."""
 LABEL_CHARACTERS_MAX = 128
+WAITING_MAX = 64
+"""Connections beyond the limit that are told so, at their Hello."""
 VIEWS = (GetStats, WhatIf, List, Explain)
 """What a view of one tenant may ask."""
 
@@ -121,10 +123,14 @@ class StoreService:
 
     def welcome(self, hello: Hello) -> tuple[Welcome, list[int], Client]:
         """Take a client in. It writes nothing from before any more, so its quarantine ends."""
-        if len(self.connections) >= self.core.limits.connections:
-            raise RequestRefused("busy", f"{len(self.connections)} clients are connected already")
+        if len(self.connections) > self.core.limits.connections:
+            raise RequestRefused("busy", f"{self.core.limits.connections} clients are connected already")
         client, lock = self.writers.welcome(hello)
         return Welcome(rid=hello.rid, boot=self.boot, extent_bytes=self.pool.extent_bytes), [lock], client
+
+    def crowded(self) -> bool:
+        """Are there so many connections that another one isn't even listened to?"""
+        return len(self.connections) > self.core.limits.connections + WAITING_MAX
 
     def gone(self, connection: Connection) -> None:
         """A connection has ended: its promises end now, slots once nobody can be writing into them."""

@@ -57,5 +57,6 @@ def test_a_sibling_that_shares_tokens_serves_where_the_exact_chunk_is_missing(cl
 def test_nothing_is_held_of_what_is_not_there_or_no_group(client: StoreClient) -> None:
     missing = client.hold([prompt_of(namespace(), [7] * CHUNK).query(0, 0)], lease_ms=60_000)
     assert (missing.lease, missing.chunks, missing.places) == (0, [], [-1])
-    with pytest.raises(RequestRefused, match="groups below"):
-        client.hold([Query(-1, b"x" * 32, b"y" * 32, b"")], lease_ms=60_000)
+    for wrong in (Query(-1, b"x" * 32, b"y" * 32, b""), Query(0, b"x" * 32, b"y", bytes(64))):
+        with pytest.raises(RequestRefused, match="a query has"):
+            client.hold([wrong], lease_ms=60_000)
