@@ -26,6 +26,7 @@ SETTINGS = (
     Setting("socket", unix_socket, None, "check this store's memory", shown="without fs: the usual one"),
     Setting("fs", path, None, "check this file tier's directory"),
     Setting("fs_state_dir", path, None, "where its manifest is", shown="inside the directory"),
+    Setting("fs_key", path, None, "key file or folder, where its chunks are encrypted", shown="none"),
     Setting("pools", boolean, False, "list pools, and which of them no store holds", shown="no", switch=True),
     Setting("pool_dir", path, path("/dev/shm"), "where those pools are"),  # noqa: S108
     Setting("repair", boolean, False, "take out what is wrong; files are moved aside", shown="no", switch=True),
@@ -44,7 +45,7 @@ def run(flags: dict[str, Any]) -> int:
         return int(_pools(values["pool_dir"], values["repair"]) > 0)
     wrong = 0
     if values["fs"] is not None:
-        wrong += _files(values["fs"], values["fs_state_dir"], values["repair"])
+        wrong += _files(values["fs"], values["fs_state_dir"], values["fs_key"], values["repair"])
     if values["socket"] is not None or values["fs"] is None:
         wrong += _memory(values["socket"] or default_socket(), values["repair"])
     return int(wrong > 0)
@@ -76,17 +77,21 @@ def _pools(pool_dir: Path, repair: bool) -> int:
     return left
 
 
-def _files(folder: Path, state_dir: Path | None, repair: bool) -> int:
+def _files(folder: Path, state_dir: Path | None, key: Path | None, repair: bool) -> int:
+    from forebay.tiers.codec.codec import open_codec
     from forebay.tiers.fs.fsck import check_directory
 
     terminal = sys.stderr.isatty()
-    report = check_directory(folder, repair, _progress if terminal else None, state_dir=state_dir)
+    codec = open_codec("fsck", "none", str(key.absolute()) if key else "")
+    report = check_directory(folder, repair, _progress if terminal else None, state_dir=state_dir, codec=codec)
     if terminal:
         print(file=sys.stderr)
     for problem in report.problems:
         print(f"files: {problem.path}: {problem.why}{' (moved aside)' if problem.repaired else ''}")
     if report.problem_count > len(report.problems):
         print(f"files: and {report.problem_count - len(report.problems)} more")
+    for key_id, count in sorted(report.sealed.items()):
+        print(f"files: {count} chunks are encrypted under key {key_id}: undamaged; --fs-key checks what they say")
     print(
         f"files: {report.chunks} chunks, {bytes_text(report.bytes)} read, {report.problem_count} damaged; "
         f"{len(report.leftovers)} unfinished, {report.quarantined} moved aside, manifest {report.manifest}"

@@ -21,6 +21,7 @@ from typing import Literal
 
 from forebay.errors import CorruptChunk
 from forebay.kvstore.layout import ALIGNMENT, round_down, round_up
+from forebay.tiers.codec.codec import Codec
 from forebay.tiers.fs.paths import Paths
 
 DIRECT_BYTES_MIN = 64 << 10
@@ -68,10 +69,11 @@ class TempFile:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the manifest says of a file."""
+    """What the manifest says of a chunk and its file: `sealed` is what a codec's file has, 0 for a plain one."""
 
     header: int
     length: int
+    sealed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +85,15 @@ class Loaded:
 
 
 class Device:
-    """The files of one directory. Methods block and may be called from any thread; `OSError`s pass through.
+    """The files of one directory; `codec` is how chunks lie in them, as far as they aren't plain. Methods block and may
+    be called from any thread; `OSError`s pass through.
 
     Tests inject a subclass whose operations fail.
     """
 
     def __init__(self, paths: Paths, odirect: Literal["auto", "on", "off"], fsync: bool) -> None:
         self.paths = paths
+        self.codec = Codec()
         self.direct = odirect != "off"
         self._direct_min = 1 if odirect == "on" else DIRECT_BYTES_MIN
         self._fsync = fsync
@@ -306,6 +310,24 @@ class Device:
         if rest:
             payload[whole:length] = private[expected.header : expected.header + rest]
         return Loaded(bytes(private[: expected.header]), length)
+
+    def read_whole(self, descriptor: int, length: int, buffer: AlignedBuffer, *, direct: bool) -> memoryview:
+        """A whole file in private memory, valid until the buffer's next use. Raises CorruptChunk if it isn't as long
+        as expected."""
+        size = os.fstat(descriptor).st_size
+        if size != length:
+            raise CorruptChunk(f"file of {size} bytes, expected {length}")
+        memory = buffer.view(round_up(length, ALIGNMENT))
+        try:
+            got = self.read_all(descriptor, [memory], 0)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not direct:
+                raise
+            self._leave_direct(descriptor)
+            got = self.read_all(descriptor, [memory], 0)
+        if got != length:
+            raise CorruptChunk(f"read {got} of {length} bytes")
+        return memory[:length]
 
     def read_all(self, descriptor: int, parts: Sequence[memoryview], offset: int) -> int:
         """Fill `parts` from `offset` on, up to the file's end; returns how many bytes came."""

@@ -16,6 +16,7 @@ from forebay.errors import CorruptChunk
 from forebay.kvstore.header import ChunkHeader
 from forebay.tiers.base import ChunkId, LookupResult, Query
 from forebay.tiers.chunks import UNIT_BYTES, best_match
+from forebay.tiers.codec.errors import CannotDecode
 from forebay.tiers.fs.inspect import front_of
 from forebay.tiers.fs.manifest import UNIT_DIGEST_BYTES, Record, View, first_unit
 from forebay.tiers.fs.shelf import Shelf
@@ -109,7 +110,7 @@ class Finder:
     def _find(self, view: View, query: Query, used: list[ChunkId]) -> LookupResult:
         chunk = ChunkId(query.group, query.key)
         record = view.get(chunk)
-        if record is not None:
+        if record is not None and not record.unreadable:
             used.append(chunk)
             self.counts["lookups_hit"] += 1
             return LookupResult("hit", query.key, record.tokens, record.tokens, record.length)
@@ -148,9 +149,10 @@ class Finder:
 
     def _record(self, view: View, chunk: ChunkId) -> Record | None:
         record = view.get(chunk)
-        if record is None and (place := self.neighbours.place(chunk)) is not None:
-            return place.record
-        return record
+        if record is not None and not record.unreadable:
+            return record
+        place = self.neighbours.place(chunk)
+        return None if place is None else place.record
 
     def _fetch(self, chunk: ChunkId) -> bool:
         """Have a header read. False if that isn't going to happen now: the candidate is then passed over."""
@@ -176,9 +178,11 @@ class Finder:
             self.counts["headers_read"] += 1
         except CorruptChunk as error:
             if place is None:
-                self.shelf.damaged(chunk, 0, str(error))
+                self.shelf.damaged(chunk, 0, error)
             else:
                 place.mirror.leave([chunk], "corrupt")
+        except CannotDecode as error:
+            (self.shelf if place is None else place.mirror).unreadable(chunk, error)
         except FileNotFoundError:
             (self.shelf if place is None else place.mirror).vanished(chunk)
         except OSError:

@@ -14,6 +14,8 @@ import lmdb
 from forebay.errors import CorruptChunk, NotWritable
 from forebay.kvstore.header import ChunkHeader
 from forebay.tiers.base import ChunkId
+from forebay.tiers.codec.codec import Codec, check_sealed
+from forebay.tiers.codec.errors import CannotDecode
 from forebay.tiers.fs.device import Device
 from forebay.tiers.fs.inspect import check_payload, front_of
 from forebay.tiers.fs.manifest import Manifest
@@ -52,8 +54,9 @@ class FsckReport:
     """What a check found. `problems` lists at most the first `PROBLEMS_MAX` of `problem_count`.
 
     `leftovers` (unfinished files), `unindexed` (files that the manifest doesn't know) and `vanished` (records
-    without a file) are no damage: a store settles them by itself. `manifest` is "ok", "absent", or why it
-    can't be read, and then the last two aren't known.
+    without a file) are no damage: a store settles them by itself. `sealed` counts, by the id of their key, chunks
+    whose key isn't here; they are what was stored, and nothing more can be said of them. `manifest` is "ok", "absent",
+    or why it can't be read, and then `unindexed` and `vanished` aren't known.
     """
 
     files: int = 0
@@ -67,6 +70,7 @@ class FsckReport:
     quarantined: int = 0
     in_use: bool = False
     manifest: str = "absent"
+    sealed: dict[str, int] = field(default_factory=dict)
 
     @property
     def clean(self) -> bool:
@@ -81,10 +85,12 @@ class FsckReport:
 
 
 def check_directory(
-    directory: Path, repair: bool, progress: Progress | None = None, *, state_dir: Path | None = None
-) -> FsckReport:
-    """Read and verify every file. With `repair`, bad ones move to the quarantine, and leftovers are removed
-    if no store is running. Raises NotWritable if there is no such directory or it can't be read."""
+    directory: Path, repair: bool, progress: Progress | None = None, *, state_dir: Path | None = None,
+    codec: Codec | None = None,
+) -> FsckReport:  # fmt: skip
+    """Read and verify every file, through `codec` where they are compressed or encrypted. With `repair`, bad ones move
+    to the quarantine, and leftovers are removed where no store sits. Raises NotWritable if there is no such directory
+    or it can't be read."""
     paths = Paths(directory)
     seats = all_seats(directory)
     if not any(seat.chunks.is_dir() or seat.estate.is_dir() for seat in seats):
@@ -92,7 +98,7 @@ def check_directory(
     report = FsckReport()
     try:
         for seat in seats:
-            _check_seat(seat, report, repair, progress, state_dir)
+            _check_seat(seat, report, repair, progress, state_dir, codec or Codec())
     except PermissionError as error:
         raise NotWritable(f"{error.filename} can't be read: run this as the user that the store runs as") from error
     if progress is not None:
@@ -101,11 +107,12 @@ def check_directory(
 
 
 def _check_seat(
-    paths: Paths, report: FsckReport, repair: bool, progress: Progress | None, state_dir: Path | None
+    paths: Paths, report: FsckReport, repair: bool, progress: Progress | None, state_dir: Path | None, codec: Codec
 ) -> None:
     in_use = _in_use(paths)
     report.in_use |= in_use
     device = Device(paths, "off", fsync=False)
+    device.codec = codec
     good: set[ChunkId] = set()
     for path in _files(paths):
         _check_file(device, path, report, good, repair)
@@ -123,6 +130,9 @@ def _check_file(device: Device, path: str, report: FsckReport, good: set[ChunkId
         front = check_payload(device, path)
     except FileNotFoundError:
         return  # a running store has removed it
+    except CannotDecode:
+        _check_unreadable(device, path, report, good, repair)
+        return
     except (CorruptChunk, OSError) as error:
         repaired = repair and _set_aside(device.paths, path)
         report.note(Problem(path, str(error), repaired))
@@ -130,6 +140,22 @@ def _check_file(device: Device, path: str, report: FsckReport, good: set[ChunkId
     report.chunks += 1
     report.bytes += front.disk
     good.add(ChunkId(front.header.group, front.header.key))
+
+
+def _check_unreadable(device: Device, path: str, report: FsckReport, good: set[ChunkId], repair: bool) -> None:
+    """Without its key a chunk can only be checked for being what was stored, not for what it says."""
+    try:
+        with open(path, "rb") as file:
+            envelope = check_sealed(file.read())
+        if chunk_of_name(os.path.basename(path)) != envelope.chunk:
+            raise CorruptChunk("the envelope is another chunk's than the name says")
+    except FileNotFoundError:
+        return
+    except (CorruptChunk, OSError) as error:
+        report.note(Problem(path, str(error), repair and _set_aside(device.paths, path)))
+        return
+    report.sealed[envelope.key_id.hex()] = report.sealed.get(envelope.key_id.hex(), 0) + 1
+    good.add(envelope.chunk)
 
 
 def _check_place(paths: Paths, path: str) -> None:
@@ -207,6 +233,6 @@ def list_directory(directory: Path) -> Iterator[Listed]:
         for path in _files(seat):
             try:
                 front = front_of(device, path)
-            except (CorruptChunk, OSError):
+            except (CorruptChunk, CannotDecode, OSError):
                 continue
             yield Listed(front.header, path, front.disk)

@@ -26,13 +26,14 @@ from forebay.kvstore.identity import KEY_BYTES, chain
 from forebay.tiers.base import ChunkId, ClearScope
 from forebay.tiers.chunks import UNIT_BYTES
 
-_RECORD = struct.Struct("<32s32s8s8sQIIQQQB")
+_RECORD = struct.Struct("<32s32s8s8sQIIQQQQB")
 _NAMESPACE = slice(32, 64)
 _TENANT = slice(72, 80)
 _START_AT = 80
 _DISK_AT = _START_AT + 8 + 4 + 4 + 8
 _TAIL = struct.Struct("<QB")
 _ORDER = struct.Struct(">BQ")
+_COLD, _UNREADABLE = 1, 2
 _U64 = struct.Struct("<Q")
 UNIT_DIGEST_BYTES = 8
 _FIRST_STAMP = 1 << 40
@@ -46,8 +47,10 @@ BROKEN = (
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One stored chunk. `unit` is `first_unit` of its tokens, `header` and `length` are the file's, `disk` is
-    what it takes; `stamp` orders by use and is the manifest's to give. `tenant` is `tenant_digest` of whose it is."""
+    """One stored chunk. `unit` is `first_unit` of its tokens, `header` and `length` are the chunk's, `disk` is
+    what its file takes; `stamp` orders by use and is the manifest's to give. `tenant` is `tenant_digest` of whose it
+    is. `sealed`: the file is a codec's and has so many bytes; 0 for a plain one, which has `length`. `unreadable`: it
+    can't be decoded here (another key), so it is kept, counted and evicted, but never found."""
 
     parent: bytes
     namespace: bytes
@@ -60,6 +63,8 @@ class Record:
     stamp: int = 0
     cold: bool = False
     tenant: bytes = bytes(8)
+    sealed: int = 0
+    unreadable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +124,18 @@ def _reason(data: bytes) -> str:
 
 
 def _decode(data: bytes) -> Record:
-    parent, namespace, unit, tenant, start, tokens, header, length, disk, stamp, flags = _fields(_RECORD, data)
-    return Record(parent, namespace, unit, start, tokens, header, length, disk, stamp, bool(flags & 1), tenant)
+    parent, namespace, unit, tenant, start, tokens, header, length, disk, sealed, stamp, flags = _fields(_RECORD, data)
+    return Record(
+        parent, namespace, unit, start, tokens, header, length, disk, stamp, bool(flags & _COLD), tenant, sealed,
+        bool(flags & _UNREADABLE),
+    )  # fmt: skip
 
 
 def _encode(record: Record) -> bytes:
     return _RECORD.pack(
         record.parent, record.namespace, record.unit, record.tenant, record.start, record.tokens, record.header,
-        record.length, record.disk, record.stamp, int(record.cold),
+        record.length, record.disk, record.sealed, record.stamp,
+        (_COLD if record.cold else 0) | (_UNREADABLE if record.unreadable else 0),
     )  # fmt: skip
 
 
@@ -277,7 +286,8 @@ class Manifest:
         return Replaced(old.disk if old else 0, _fields(_U64, left)[0] if left else 0)
 
     def _put(self, txn: lmdb.Transaction, packed: bytes, data: bytes, stamp: int, cold: bool) -> None:
-        txn.put(packed, data[: -_TAIL.size] + _TAIL.pack(stamp, cold), db=self.chunks)
+        flags = (data[-1] & ~_COLD) | (_COLD if cold else 0)
+        txn.put(packed, data[: -_TAIL.size] + _TAIL.pack(stamp, flags), db=self.chunks)
         txn.put(_ORDER.pack(0 if cold else 1, stamp), packed, db=self.order)
 
     def touch(self, chunks: Iterable[tuple[ChunkId, bool]]) -> None:

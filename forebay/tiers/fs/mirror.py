@@ -15,6 +15,7 @@ from pathlib import Path
 from forebay.errors import CorruptChunk
 from forebay.tiers.base import ChunkId, ClearScope, TierChange
 from forebay.tiers.chunks import header_block
+from forebay.tiers.codec.errors import CannotDecode
 from forebay.tiers.fs import journal
 from forebay.tiers.fs.complaints import complain
 from forebay.tiers.fs.device import Device
@@ -87,12 +88,12 @@ class Mirror:
                 return False
             try:
                 front = front_of(self._device, self.paths.chunk(chunk))
-            except (CorruptChunk, OSError):
+            except (CorruptChunk, CannotDecode, OSError):
                 return known  # whoever sits there finds out what is wrong; a load from here is a miss
             if self.mailbox.covers(front.header):
                 return known
             if not known:
-                record = record_of(front.header, len(front.block), front.disk, cold=False)
+                record = record_of(front, cold=False)
                 self.manifest.commit(chunk, record, found=True)
                 self.counts["neighbour_found"] += 1
             self._cache.put(chunk, front.header)
@@ -194,14 +195,21 @@ class Mirror:
             self.mailbox.leave_gone(removed, some[0].reason)
         return bool(removed)
 
-    def damaged(self, chunk: ChunkId, inode: int, why: str) -> None:
+    def unreadable(self, chunk: ChunkId, error: CannotDecode) -> None:
+        """A file there can't be decoded here: a miss, and its owner's own affair."""
+        with self._lock:
+            complain("unreadable", "%s can't be read here: %s", self.paths.chunk(chunk), error)
+            if self.manifest.drop(chunk) is not None:
+                self._tell(self, TierChange(chunk, False, "evicted"))
+
+    def damaged(self, chunk: ChunkId, inode: int, error: CorruptChunk) -> None:
         """A file there did not verify: move it aside in its own seat, if it is still the one that was read."""
         path = self.paths.chunk(chunk)
         with self._lock:
             try:
                 if os.lstat(path).st_ino != inode:
                     return
-                complain("corrupt", "%s is moved aside: %s", path, why)
+                complain("corrupt", "%s is moved aside: %s", path, error)
                 os.rename(path, f"{self.paths.quarantine}/{os.path.basename(path)}.seat{self.number}")
             except FileNotFoundError:
                 pass

@@ -13,7 +13,7 @@ from forebay.tiers.registry import convert_options
 
 
 class FsOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One directory of chunk files.
+    """One directory of chunk files. `compress` ("none", "zstd") and `encrypt_key_file` say how they lie there.
 
     `quota_bytes` bounds what chunks, files being written, quarantine and namespaces take on disk; the
     manifest comes on top and is bounded by `manifest_bytes` (0: chosen from the quota). Several stores may use
@@ -34,6 +34,8 @@ class FsOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     fsync: Literal["none", "file"] = "none"
     odirect: Literal["auto", "on", "off"] = "auto"
     recover: Literal["auto", "rebuild"] = "auto"
+    compress: str = "none"
+    encrypt_key_file: str = ""
     liveness: Literal["auto", "flock", "heartbeat"] = "auto"
     dead_after_s: float = 30.0
     takeover_s: float = 60.0

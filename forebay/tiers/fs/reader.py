@@ -15,6 +15,7 @@ from forebay.kvstore.header import ChunkHeader
 from forebay.kvstore.layout import ALIGNMENT
 from forebay.tiers.base import JobResult, LoadJob
 from forebay.tiers.chunks import stored_header, verify_payload
+from forebay.tiers.codec.errors import CannotDecode, UnsealedChunk
 from forebay.tiers.fs.complaints import complain
 from forebay.tiers.fs.device import AlignedBuffer, Expected, Loaded, reason_of
 from forebay.tiers.fs.inspect import read_front
@@ -67,8 +68,9 @@ class Reader:
         if leaving is not None and leaving not in _STILL_READABLE:
             return JobResult(job.id, False, "missing")
         paths = self._shelf.device.paths
-        if record is None and self._neighbours.mirrors and not os.path.lexists(paths.chunk(job.chunk)):
-            place = self._neighbours.found(job.chunk)
+        if self._neighbours.mirrors and (record is None or record.unreadable):
+            here = record is None and os.path.lexists(paths.chunk(job.chunk))
+            place = None if here else self._neighbours.found(job.chunk)
             if place is not None:
                 return self._load_from(job, memory, place.mirror.paths, place.record, place.mirror)
         return self._load_from(job, memory, paths, record, self._shelf)
@@ -90,8 +92,11 @@ class Reader:
         except CorruptChunk as error:
             if isinstance(error, ForeignChunk) and record is None:
                 return JobResult(job.id, False, "missing")  # another version's, who may want it back
-            owner.damaged(job.chunk, inode, str(error))
+            owner.damaged(job.chunk, inode, error)
             return JobResult(job.id, False, "corrupt")
+        except CannotDecode as error:
+            owner.unreadable(job.chunk, error)
+            return JobResult(job.id, False, "missing")
         except OSError as error:
             return self._failed(job, error, owner)
         self._shelf.touch([job.chunk], loaded=True)
@@ -100,8 +105,10 @@ class Reader:
 
     def _wants_direct(self, job: LoadJob, record: Record | None) -> bool:
         # Without a record the header comes first, by a read that O_DIRECT wouldn't take as it is.
-        if record is None:
+        if record is None or record.unreadable:
             return False
+        if record.sealed:  # it goes through private memory, which is aligned
+            return self._shelf.device.wants_direct(record.sealed, aligned=True)
         aligned = job.payload_offset % ALIGNMENT == 0 and record.header % ALIGNMENT == 0
         return self._shelf.device.wants_direct(record.length, aligned=aligned)
 
@@ -112,16 +119,26 @@ class Reader:
         buffer = getattr(self._local, "buffer", None)
         if buffer is None:
             buffer = self._local.buffer = AlignedBuffer()
-        known = Expected(record.header, record.length) if record else read_front(device, descriptor).expected
+        usable = record is not None and not record.unreadable
+        known = (
+            Expected(record.header, record.length, record.sealed) if record and usable
+            else read_front(device, descriptor).expected
+        )  # fmt: skip
         if known.length - known.header > job.capacity:
             raise CorruptChunk(f"payload of {known.length - known.header} bytes, the slot takes {job.capacity}")
+        if known.sealed:
+            stored = device.read_whole(descriptor, known.sealed, buffer, direct=direct)
+            front = device.codec.decode(stored, memory)
+            return Loaded(front.block, front.header.payload_length)
+        if device.codec.sealing:
+            raise UnsealedChunk("the chunk isn't encrypted, and this tier takes only what is")
         return device.read(descriptor, known, memory, buffer, direct=direct)
 
     def _checked_header(self, job: LoadJob, loaded: Loaded, record: Record | None) -> ChunkHeader:
         header = stored_header(loaded.block)
         if (header.group, header.key) != (job.chunk.group, job.chunk.key):
             raise CorruptChunk("the file holds another chunk than its name says")
-        if record is not None and (header.parent, header.namespace, header.token_count) != (
+        if record is not None and not record.unreadable and (header.parent, header.namespace, header.token_count) != (
             record.parent, record.namespace, record.tokens
         ):  # fmt: skip
             raise CorruptChunk("the header says other things than the manifest")

@@ -14,11 +14,13 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from forebay.errors import CorruptChunk, ForeignChunk
 from forebay.kvstore.header import ChunkHeader
 from forebay.tiers.base import ChunkId, ClearScope, TierChange
 from forebay.tiers.chunks import header_block
+from forebay.tiers.codec.errors import CannotDecode, UnsealedChunk
 from forebay.tiers.fs.complaints import complain
 from forebay.tiers.fs.device import Device, TempFile, disk_bytes
 from forebay.tiers.fs.inspect import Front, front_of
@@ -31,13 +33,22 @@ STRIPES = 64
 TOUCHES_MAX = 4096
 
 
-def record_of(header: ChunkHeader, block_length: int, disk: int, *, cold: bool) -> Record:
-    """The manifest's record of a chunk with this header."""
+def record_of(front: Front, *, cold: bool) -> Record:
+    """The manifest's record of the chunk in this file."""
+    header, block_length, disk = front.header, len(front.block), front.disk
     return Record(
         parent=header.parent, namespace=header.namespace, start=header.start,
         unit=first_unit(header.parent, header.tokens, header.extra), tokens=header.token_count,
         header=block_length, length=block_length + header.payload_length, disk=disk, cold=cold,
-        tenant=tenant_digest(header.tenant),
+        tenant=tenant_digest(header.tenant), sealed=front.sealed,
+    )  # fmt: skip
+
+
+def _unknown(disk: int) -> Record:
+    """Of a file that can't be decoded, and whose chunk nobody knows."""
+    return Record(
+        parent=bytes(32), namespace=bytes(32), unit=bytes(8), start=0, tokens=0, header=0, length=0, disk=disk,
+        cold=True, unreadable=True,
     )  # fmt: skip
 
 
@@ -124,7 +135,7 @@ class Shelf:
 
         Raises OSError, and then file and reservation are still the caller's.
         """
-        record = record_of(front.header, len(front.block), temp.disk, cold=cold)
+        record = record_of(front, cold=cold)
         with self._stripe(chunk):
             path = self.device.paths.chunk(chunk)
             if not self.well():
@@ -156,12 +167,15 @@ class Shelf:
                 self._leave(chunk, str(error))
                 return False
             except CorruptChunk as error:
-                self._move_aside(chunk, str(error))
+                self._move_aside(chunk, str(error), keep=not isinstance(error, UnsealedChunk))
+                return False
+            except CannotDecode as error:
+                self._keep_unreadable(chunk, error)
                 return False
             except OSError:
                 self.manifest.end_write(chunk)
                 return False
-            self.manifest.commit(chunk, record_of(front.header, len(front.block), front.disk, cold=False), found=True)
+            self.manifest.commit(chunk, record_of(front, cold=False), found=True)
             self.ledger.move(stored=front.disk)
             if self._announcing:
                 self._told.add(chunk)
@@ -188,7 +202,7 @@ class Shelf:
         with self._stripe(chunk):
             try:
                 front = front_of(self.device, source)
-            except ForeignChunk:
+            except (ForeignChunk, CannotDecode):
                 return None
             except CorruptChunk as error:
                 complain("corrupt", "%s is removed: %s", source, error)
@@ -203,7 +217,7 @@ class Shelf:
             self.device.rename(source, path)
             # The room comes with the file: until the dead store's part is given up it is reserved over there.
             self.ledger.widen(front.disk)
-            self.manifest.commit(chunk, record_of(front.header, len(front.block), front.disk, cold=False), found=True)
+            self.manifest.commit(chunk, record_of(front, cold=False), found=True)
             self.ledger.move(stored=front.disk)
             if self._announcing:
                 self._told.add(chunk)
@@ -211,16 +225,45 @@ class Shelf:
         self.counts["inherited"] += 1
         return front.disk
 
+    def unreadable(self, chunk: ChunkId, error: CannotDecode) -> None:
+        """A chunk's file can't be decoded here: it is a miss from now on, and stays until its room is needed."""
+        with self._stripe(chunk):
+            self._keep_unreadable(chunk, error)
+
+    def _keep_unreadable(self, chunk: ChunkId, error: CannotDecode) -> None:
+        path = self.device.paths.chunk(chunk)
+        try:
+            disk = disk_bytes(os.lstat(path))
+        except FileNotFoundError:
+            return
+        old = self.manifest.get(chunk)
+        if old is not None and old.unreadable:
+            return
+        complain("unreadable", "%s can't be read here and is kept: %s", path, error)
+        self.counts["unreadable"] += 1
+        record = _unknown(disk) if old is None else replace(old, disk=disk, cold=True, unreadable=True)
+        self.manifest.commit(chunk, record, found=True)
+        self.ledger.move(stored=disk - (old.disk if old else 0))
+        if old is not None:
+            self.tell(TierChange(chunk, False, "evicted"))
+
     def announce(self, chunk: ChunkId) -> None:
         """Tell of a chunk that an earlier process stored, if its file is still there and right."""
         path = self.device.paths.chunk(chunk)
         with self._stripe(chunk):
-            if chunk in self._told or self.manifest.get(chunk) is None:
+            record = self.manifest.get(chunk)
+            if chunk in self._told or record is None:
                 return
             try:
                 front = front_of(self.device, path)
+            except CannotDecode as error:
+                self._keep_unreadable(chunk, error)
+                return
             except (CorruptChunk, OSError):
                 return  # the walk that follows, or a load, finds out what is wrong and acts on it
+            if record.unreadable:  # its key is here again
+                self.manifest.commit(chunk, record_of(front, cold=False), found=True)
+                self.ledger.move(stored=front.disk - record.disk)
             self._outbox.change(TierChange(chunk, True, "", header_block(front.block)))
 
     def all_announced(self) -> None:
@@ -303,7 +346,7 @@ class Shelf:
         """The header block of a file that is about to go, for whoever wants to know what it was."""
         try:
             return header_block(front_of(self.device, path).block)
-        except (CorruptChunk, OSError):
+        except (CorruptChunk, CannotDecode, OSError):
             return b""
 
     def vanished(self, chunk: ChunkId) -> bool:
@@ -327,24 +370,28 @@ class Shelf:
         self.counts["foreign"] += 1
         self.quarantine.take(path)
 
-    def damaged(self, chunk: ChunkId, inode: int, why: str) -> None:
-        """A chunk's file did not verify: move it aside. `inode` 0 or the file that was read."""
+    def damaged(self, chunk: ChunkId, inode: int, error: CorruptChunk) -> None:
+        """A chunk's file did not verify: move it aside. `inode` 0 or the file that was read. One that should be
+        encrypted and isn't is removed."""
         with self._stripe(chunk):
             try:
                 status = os.lstat(self.device.paths.chunk(chunk))
             except FileNotFoundError:
                 return
             if inode in (0, status.st_ino):
-                self._move_aside(chunk, why)
+                self._move_aside(chunk, str(error), keep=not isinstance(error, UnsealedChunk))
 
-    def _move_aside(self, chunk: ChunkId, why: str) -> None:
+    def _move_aside(self, chunk: ChunkId, why: str, *, keep: bool) -> None:
         path = self.device.paths.chunk(chunk)
         block = self._known_block(path)
-        complain("corrupt", "%s is moved aside: %s", path, why)
+        complain("corrupt", "%s is moved aside: %s" if keep else "%s is removed: %s", path, why)
         record = self.manifest.drop(chunk)
         self.manifest.end_write(chunk)
         # Counted twice for a moment rather than not at all: a reservation may be made in between.
-        self.quarantine.take(path)
+        if keep:
+            self.quarantine.take(path)
+        else:
+            self.device.remove(path)
         self.counts["corrupt"] += 1
         if record is not None:
             self.ledger.move(stored=-record.disk)

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 CRASHES_MAX = 3
-_VERSION = 3
+_VERSION = 4
 _MARKER_BYTES = 512
 
 

@@ -31,6 +31,7 @@ from forebay.tiers.base import (
     TierChange,
     TierStats,
 )
+from forebay.tiers.codec.codec import open_codec
 from forebay.tiers.errors import TierFailed
 from forebay.tiers.fs.complaints import complain
 from forebay.tiers.fs.device import Device, disk_bytes
@@ -80,6 +81,7 @@ class FsTier(SecondaryTier):
         """
         self.name = name
         self.options = found = fs_options(name, options)
+        self._codec = open_codec(name, found.compress, found.encrypt_key_file)
         self._clock = clock
         self._new_pool, self._new_keeper = new_pool, new_keeper
         self._extents: dict[int, memoryview] = {}
@@ -118,6 +120,7 @@ class FsTier(SecondaryTier):
         manifest, self._rebuilt = self._open_manifest(ledger)
         quarantine = Quarantine(self._paths.quarantine, ledger, options.quarantine_files, options.quarantine_cap)
         dev = device(self._paths, options) if device else Device(self._paths, options.odirect, options.fsync == "file")
+        dev.codec = self._codec
         self._shelf = shelf = Shelf(dev, manifest, ledger, quarantine, self._outbox)
         self._namespaces = NamespaceFiles(self._paths.namespaces, ledger)
         self._cache = HeaderCache()

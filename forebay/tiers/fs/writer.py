@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import lmdb
 
@@ -30,6 +31,20 @@ EVICT_ON_FULL = 4
 def room_for(length: int) -> int:
     """Bytes to reserve for a file: whole blocks, and one for what the file system notes about it."""
     return round_up(length, ALIGNMENT) + ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """A file to be written; `sealed` as in `Front`."""
+
+    block: bytes
+    payload: memoryview
+    aligned: bool
+    sealed: int
+
+    @property
+    def length(self) -> int:
+        return len(self.block) + len(self.payload)
 
 
 class Writer:
@@ -76,7 +91,8 @@ class Writer:
         except CorruptChunk as error:
             complain("slot", "a slot is not stored: %s", error)
             return "corrupt"
-        if self._shelf.manifest.get(job.chunk) is not None and not self._taken_away(job.chunk):
+        record = self._shelf.manifest.get(job.chunk)
+        if record is not None and not record.unreadable and not self._taken_away(job.chunk):
             self._shelf.touch([job.chunk])
             self.counts["stores_known"] += 1
         elif self._neighbours.on_disk(job.chunk):
@@ -94,9 +110,10 @@ class Writer:
         return bool(self._neighbours.mirrors) and self._shelf.vanished(chunk)
 
     def _write(self, job: StoreJob, slot: Slot) -> str:
-        size = room_for(job.length)
+        file = self._contents(job, slot)
+        size = room_for(file.length)
         if size > self._shelf.ledger.limit:
-            return "quota"
+            return "quota" if self._shelf.ledger.limit else "full"  # others have yet to make room for us
         if self._shelf.manifest.count() >= self._shelf.manifest.chunks_max:
             self._shelf.evict(0, count=1)
         if not self._shelf.make_room(size):
@@ -104,7 +121,7 @@ class Writer:
         kept = False
         try:
             self._shelf.manifest.begin_write(job.chunk, size)
-            reason = self._with_retry(lambda: self._attempt(job, slot, size), size)
+            reason = self._with_retry(lambda: self._attempt(job, slot, file, size), size)
             kept = not reason
             return reason
         finally:
@@ -126,21 +143,35 @@ class Writer:
                 return "full" if full else "io"
         raise AssertionError("the second attempt returns")
 
-    def _attempt(self, job: StoreJob, slot: Slot, reserved: int) -> int:
-        device = self._shelf.device
-        buffer = getattr(self._local, "buffer", None)
+    def _buffer(self, name: str) -> AlignedBuffer:
+        """Private memory of this thread."""
+        buffer: AlignedBuffer | None = getattr(self._local, name, None)
         if buffer is None:
-            buffer = self._local.buffer = AlignedBuffer()
+            buffer = AlignedBuffer()
+            setattr(self._local, name, buffer)
+        return buffer
+
+    def _contents(self, job: StoreJob, slot: Slot) -> _Contents:
+        """What the file will have: the slot as it lies in the pool, or what the codec makes of it."""
+        codec = self._shelf.device.codec
+        if not codec.active:
+            return _Contents(slot.block, slot.payload, job.offset % ALIGNMENT == 0, 0)
+        room = codec.stored_bytes_max(len(slot.block), len(slot.payload))
+        stored = codec.encode(slot.block, slot.payload, self._buffer("encoded").view(room))
+        return _Contents(b"", stored, True, len(stored))
+
+    def _attempt(self, job: StoreJob, slot: Slot, file: _Contents, reserved: int) -> int:
+        device = self._shelf.device
         path = device.paths.chunk(job.chunk)
-        temp = device.write(path, slot.block, slot.payload, buffer, aligned=job.offset % ALIGNMENT == 0)
+        temp = device.write(path, file.block, file.payload, self._buffer("written"), aligned=file.aligned)
         try:
-            front = Front(slot.header, slot.block, job.length, temp.disk, temp.inode)
+            front = Front(slot.header, slot.block, temp.disk, temp.inode, file.sealed)
             self._shelf.publish(job.chunk, temp, front, reserved, cold=job.cold)
         except BaseException:
             _discard(device.discard, temp)
             raise
         self._cache.put(job.chunk, slot.header)
-        return job.length
+        return file.length
 
 
 def _discard(discard: Callable[[TempFile], None], temp: TempFile) -> None:
