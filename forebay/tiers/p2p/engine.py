@@ -32,7 +32,7 @@ from forebay.tiers.p2p.push import Pushes
 from forebay.tiers.p2p.server import Server
 from forebay.tiers.p2p.source import Source, StoreSource
 from forebay.tiers.p2p.stream import Place, Streams, StreamServer
-from forebay.tiers.p2p.wire import Welcome, batches, sound
+from forebay.tiers.p2p.wire import Nixl, Welcome, batches, sound
 
 log = logging.getLogger("forebay.tier.p2p")
 
@@ -232,7 +232,7 @@ class Engine:
     def _peer(self, context: sockets.Context, peer: PeerAddress, me: Self) -> Peer:
         return Peer(
             peer.name, me, lambda: sockets.dialled(context, peer, self._pair, self._settings.keys), self._changed,
-            self._greeted,
+            self._greeted, self._nixl_changed,
         )  # fmt: skip
 
     def _changed(self) -> None:
@@ -245,18 +245,22 @@ class Engine:
         if welcome.stream_port and address.loopback and self._settings.options.bulk in ("auto", "stream"):
             self._streams[peer.name] = Streams(Place(address.host, welcome.stream_port, welcome.ticket))
         if self.nixl is not None and welcome.nixl:
-            self._spawn(self._meet, self.nixl, peer.name, welcome)
+            self._spawn(self._meet, self.nixl, peer.name, Nixl(welcome.nixl, welcome.nixl_epoch))
 
-    async def _meet(self, nixl: NixlAgent, name: str, welcome: Welcome) -> None:
+    def _nixl_changed(self, peer: Peer, now: Nixl) -> None:
+        if self.nixl is not None and now.metadata:
+            self._spawn(self._meet, self.nixl, peer.name, now)
+
+    async def _meet(self, nixl: NixlAgent, name: str, now: Nixl) -> None:
         known = self._remotes.pop(name, None)
         try:
             if known is not None:
                 await self._loop.run_in_executor(nixl.thread, nixl.part, known[0])
-            agent = await self._loop.run_in_executor(nixl.thread, nixl.meet, welcome.nixl)
+            agent = await self._loop.run_in_executor(nixl.thread, nixl.meet, now.metadata)
         except PeerError as error:
             log.warning("p2p: peer %s: %s; its chunks come another way", name, error)
             return
-        self._remotes[name] = (agent, welcome.nixl_epoch)
+        self._remotes[name] = (agent, now.epoch)
 
     def _ways(self, peer: Peer) -> Ways | None:
         link = peer.link
@@ -306,6 +310,10 @@ class Engine:
         if self._server is not None:
             values.update(self._server.figures())
             values.update(self._source.figures())
+        if self.nixl is not None:
+            values["nixl_peers"], values["nixl_epoch"] = float(len(self._remotes)), float(self.nixl.epoch)
+            values["nixl_peer_epoch_max"] = float(max((epoch for _, epoch in self._remotes.values()), default=0))
+            values |= {f"nixl.{name}": float(count) for name, count in self.nixl.counts.copy().items()}
         if self._stream_server is not None:
             values["streams"] = float(self._stream_server.connections)
             values["serve.stream_bytes"] = float(self._stream_server.counts["sent_bytes"])

@@ -27,7 +27,7 @@ class Push:
 
 @dataclass(slots=True)
 class Guest:
-    """One connection of a peer. `busy` counts requests under way."""
+    """One connection of a peer. `busy` counts requests under way; with `nixl` it may have our metadata."""
 
     name: str
     boot: bytes
@@ -36,6 +36,7 @@ class Guest:
     loans: dict[int, Loan] = field(default_factory=dict)
     pushes: dict[int, Push] = field(default_factory=dict)
     busy: int = 0
+    nixl: bool = False
 
 
 class Guests:

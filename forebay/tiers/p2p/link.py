@@ -22,8 +22,10 @@ from forebay.tiers.p2p.wire import (
     Answer,
     Ask,
     Bye,
+    GetNixl,
     Hello,
     Message,
+    Nixl,
     Ping,
     Pong,
     Refused,
@@ -72,10 +74,11 @@ class Inbox:
 
 
 class Link:
-    """See the module's text. `on_epoch` is told of a NIXL epoch that isn't Welcome's."""
+    """See the module's text. `on_nixl` is told of metadata that have changed since Welcome."""
 
-    def __init__(self, socket: Socket, clock: Callable[[], float]) -> None:
+    def __init__(self, socket: Socket, clock: Callable[[], float], on_nixl: Callable[[Nixl], None]) -> None:
         self._socket = socket
+        self._on_nixl = on_nixl
         self._clock = clock
         self._rid = 0
         self._inboxes: dict[int, Inbox] = {}
@@ -118,7 +121,11 @@ class Link:
 
     def _deliver(self, message: ToDialer, piece: memoryview | None) -> None:
         if isinstance(message, Pong):
-            self.nixl_epoch = message.nixl_epoch
+            if message.nixl_epoch > self.nixl_epoch:
+                self.nixl_epoch = message.nixl_epoch
+                self.send(GetNixl())
+        elif isinstance(message, Nixl):
+            self._on_nixl(message)
         elif isinstance(message, Welcome):
             if not self._hello.done():
                 self._hello.set_result(message)

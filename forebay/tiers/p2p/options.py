@@ -141,7 +141,7 @@ def _check_plain(where: str, settings: Settings) -> None:
     far += [(f"peer {peer.name}", peer.address) for peer in settings.peers]
     far = [(what, address) for what, address in far if not address.loopback]
     if settings.options.bulk == "stream" and far:
-        raise ConfigError(f"{where}: bulk \"stream\" is plain TCP, for loopback only, and {far[0][0]} isn't: leave it out")
+        raise ConfigError(f"{where}: bulk stream is plain TCP, for loopback only, and {far[0][0]} isn't: leave it out")
     if settings.keys is not None:
         if not settings.keys.is_absolute():
             raise ConfigError(f"{where}: keys {str(settings.keys)!r} must be an absolute path")

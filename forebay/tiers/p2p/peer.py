@@ -17,7 +17,7 @@ from forebay.errors import ForebayError
 from forebay.tiers.p2p.errors import PeerLost
 from forebay.tiers.p2p.link import Link
 from forebay.tiers.p2p.sockets import Socket, gone
-from forebay.tiers.p2p.wire import Welcome
+from forebay.tiers.p2p.wire import Nixl, Welcome
 
 log = logging.getLogger("forebay.tier.p2p")
 
@@ -55,7 +55,7 @@ class Self:
 
 class Peer:
     """Keeps a link to one peer. `dial` makes a socket; `changed` is called when it comes up or goes down; `greeted`
-    with each Welcome, on the loop. `link` is there while it is up."""
+    with each Welcome, `nixl_changed` with new metadata, on the loop. `link` is there while it is up."""
 
     def __init__(
         self,
@@ -64,10 +64,12 @@ class Peer:
         dial: Callable[[], Socket],
         changed: Callable[[], None],
         greeted: Callable[[Peer, Welcome], None] = lambda peer, welcome: None,
+        nixl_changed: Callable[[Peer, Nixl], None] = lambda peer, nixl: None,
         backoff: Backoff | None = None,
     ) -> None:
         self.name = name
         self._me, self._dial, self._changed, self._greeted = me, dial, changed, greeted
+        self._nixl_changed = nixl_changed
         self._backoff = backoff or Backoff()
         self._late = self._broken = 0
         self._last_why = ""
@@ -100,7 +102,7 @@ class Peer:
             socket = self._dial()
         except ForebayError as error:
             return str(error)
-        link = Link(socket, asyncio.get_running_loop().time)
+        link = Link(socket, asyncio.get_running_loop().time, lambda nixl: self._nixl_changed(self, nixl))
         receiving = asyncio.create_task(link.receive())
         pinging: asyncio.Task[None] | None = None
         try:

@@ -34,8 +34,10 @@ from forebay.tiers.p2p.wire import (
     Close,
     Damaged,
     Declined,
+    GetNixl,
     Hello,
     Message,
+    Nixl,
     NotOpened,
     Offer,
     Open,
@@ -139,6 +141,9 @@ class Server:
             self.guests.remove(identity)
         elif isinstance(message, Ping):
             self._send(identity, Pong(self.remote.epoch))
+        elif isinstance(message, GetNixl):
+            metadata = self.remote.metadata() if guest.nixl else b""
+            self._send(identity, Nixl(metadata, self.remote.epoch))
         else:
             self._request(guest, identity, message, piece)
 
@@ -175,6 +180,7 @@ class Server:
         if guest is None:
             self._send(identity, Refused(0, "too many peers are here already"))
             return
+        guest.nixl = hello.nixl
         metadata = self.remote.metadata() if hello.nixl else b""
         self._send(
             identity,

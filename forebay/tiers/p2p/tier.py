@@ -183,7 +183,9 @@ class P2pTier(SecondaryTier):
         return TierStats(values, info | self._engine.states())
 
     def close(self) -> None:
-        if self._engine.close():
+        ended = self._engine.close()
+        # After a failure a transfer may still be writing: what is open is told by the daemon, once we are dead.
+        if ended and self._failure is None:
             for job in list(self._sizes):
                 self._finish(JobResult(job, False, "io"))
             self._extents.clear()

@@ -1,8 +1,8 @@
 """What two stores' p2p tiers say to each other: one message a ZMQ message, bytes of chunks in a second frame.
 
     who dials -> who listens       Hello, Ping, Ask, Open, Read, Close, Offer, Bytes (+ frame), Withdraw, Damaged,
-                                   Bye
-    who listens -> who dials       Welcome, Refused, Pong, Answer, Opened, NotOpened, Bytes (+ frame), Accepted,
+                                   Bye, GetNixl
+    who listens -> who dials       Welcome, Refused, Pong, Nixl, Answer, Opened, NotOpened, Bytes (+ frame), Accepted,
                                    Declined, Taken, Stored
 
 `rid` is chosen by who dials; Read, Close, Bytes and Withdraw carry that of the Open or Offer they belong to.
@@ -70,9 +70,20 @@ class Ping(Message, frozen=True):
 
 
 class Pong(Message, frozen=True):
-    """Yes. A higher `nixl_epoch` than that of Welcome: its metadata has changed, say Hello anew for it."""
+    """Yes. A higher `nixl_epoch` than the last one that was seen: its metadata has changed, ask for it."""
 
     nixl_epoch: int
+
+
+class GetNixl(Message, frozen=True):
+    """Ask for the present metadata. Answered by Nixl."""
+
+
+class Nixl(Message, frozen=True):
+    """As in Welcome."""
+
+    metadata: bytes
+    epoch: int
 
 
 class Ask(Message, frozen=True):
@@ -189,9 +200,9 @@ class Withdraw(Message, frozen=True):
     rid: int
 
 
-ToListener = Union[Hello, Ping, Ask, Open, Read, Close, Offer, Bytes, Withdraw, Damaged, Bye]
+ToListener = Union[Hello, Ping, Ask, Open, Read, Close, Offer, Bytes, Withdraw, Damaged, Bye, GetNixl]
 ToDialer = Union[
-    Welcome, Refused, Pong, Answer, Opened, NotOpened, Bytes, Accepted, Declined, Taken, Stored
+    Welcome, Refused, Pong, Nixl, Answer, Opened, NotOpened, Bytes, Accepted, Declined, Taken, Stored
 ]  # fmt: skip
 
 _encode = msgspec.msgpack.Encoder().encode
