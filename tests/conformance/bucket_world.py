@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import random
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from botocore.exceptions import ClientError
 
 from forebay.testing.buckets import SeaweedFS
 from forebay.testing.chaosproxy import CALM, ChaosProxy, Weather
@@ -39,6 +42,10 @@ class S3World(World):
         self._before = {name: os.environ.get(name) for name in self.server.environment}
         os.environ.update(self.server.environment)
 
+    @classmethod
+    def absent(cls) -> str:
+        return SeaweedFS.absent() or ""
+
     def options(self) -> dict[str, OptionValue]:
         return {
             "bucket": BUCKET, "prefix": PREFIX, "endpoint_url": f"http://127.0.0.1:{self.proxy.port}",
@@ -60,7 +67,8 @@ class S3World(World):
             time.sleep(rng.random() * 0.5)
             self.server.continue_it()
         else:
-            self._spoil(name, rng)
+            with suppress(ClientError):  # the object has left meanwhile
+                self._spoil(name, rng)
 
     def _spoil(self, what: str, rng: random.Random) -> None:
         """An object changes, behind the tier's back."""

@@ -8,10 +8,11 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
+from forebay.testing.conformance import Made
 from forebay.testing.faults import files, memory
 from forebay.testing.faults.dice import rates_text
 from forebay.tiers.messages import OptionValue
@@ -30,11 +31,21 @@ class World(ABC):
     persistent = True
     partial = False
 
+    slack = 0
+    """Descriptors that what is here, in the campaign's own process, may open meanwhile: a library's connections."""
+    chunks: Sequence[Made] = ()
+    """What the campaign stores."""
+
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder = folder
         self.seed = seed
         self.log = folder / "faults.log"
         self.struck: Counter[str] = Counter()
+
+    @classmethod
+    def absent(cls) -> str:
+        """Why this kind can't be run here; empty if it can."""
+        return ""
 
     @abstractmethod
     def options(self) -> dict[str, OptionValue]:
@@ -146,5 +157,5 @@ class SqliteWorld(World):
             )  # fmt: skip
 
 
-WORLDS: dict[str, Callable[[Path, int], World]] = {"memory": MemoryWorld, "fs": FsWorld, "sqlite": SqliteWorld}
+WORLDS: dict[str, type[World]] = {"memory": MemoryWorld, "fs": FsWorld, "sqlite": SqliteWorld}
 """By the name that the campaign's command takes."""
