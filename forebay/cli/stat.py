@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 from forebay.cli.places import SOCKET
-from forebay.cli.tables import bytes_text, figure, table
+from forebay.cli.tables import bytes_text, figure, plain, table
 from forebay.cli.tenant_tables import budget_of, change, forecast_json, forecast_text, tenants_json, tenants_table
 from forebay.config import Setting, add_settings, boolean, resolve
 from forebay.errors import ConfigError
@@ -83,7 +83,7 @@ def as_text(stats: Stats) -> str:
     parts += [f"  {name}: {told}" for name, told in sorted(stats.info.items())]
     for tier in stats.tiers:
         rest = ", ".join(f"{key} {value}" for key, value in tier.items() if key != "name")
-        parts.append(f"  tier {tier['name']}: {rest}")
+        parts.append(plain(f"  tier {tier['name']}: {rest}"))
     if stats.namespaces:
         columns = ("id", "label", "chunks", "bytes", "chunk_tokens", "compute", "groups")
         rows = [

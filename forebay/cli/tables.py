@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def plain(text: str) -> str:
+    """What somebody else has named, as it may go to a terminal: no control characters."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
     """An aligned table; columns in `right` are flush right."""
-    lines = [head, *rows]
+    lines = [head, *([plain(cell) for cell in row] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     return "\n".join(
         "  ".join(
