@@ -39,7 +39,7 @@ class PoolWorld(World):
         self.master = mooncake.Master(folder).start()
         self.member = mooncake.Member(self.master, 64 << 20)
         self.proxy = ChaosProxy((self.master.address.host, self.master.address.port), seed=seed)
-        given = {"master": str(self.master.address), "segment_bytes": 0}
+        given = {"master": str(self.master.address), "segment_bytes": 0, "trusted_network": True}
         self.other = Remote("other", mooncake_options("other", given))
 
     @classmethod
@@ -49,7 +49,7 @@ class PoolWorld(World):
     def options(self) -> dict[str, OptionValue]:
         return {
             "master": f"127.0.0.1:{self.proxy.port}", "segment_bytes": 0, "quota_bytes": QUOTA, "rpc_timeout_s": 1.0,
-            "transfer_timeout_s": 1.0,
+            "transfer_timeout_s": 1.0, "trusted_network": True,
         }  # fmt: skip
 
     def ready(self, values: Mapping[str, float]) -> bool:
