@@ -178,6 +178,8 @@ class FsHistory(RuleBasedStateMachine):
         if hasattr(self, "rig"):
             assert self.rig.usage() <= self.rig.options["quota_bytes"]
             assert len(self.rig.quarantined()) <= 3
+            manifest = self.rig.tier._shelf.manifest
+            self.driver.until(lambda: manifest.totals() == manifest.counted_totals(), "the same totals")
 
 
 FsHistory.TestCase.settings = settings(

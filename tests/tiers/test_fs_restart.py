@@ -19,6 +19,7 @@ from forebay.tiers.fs.paths import Paths
 from forebay.tiers.fs.state import State
 from forebay.tiers.fs.tier import FsTier
 from tests.tiers.fs_rig import FsRig
+from tests.tiers.many_files import measure
 from tests.tiers.support import Driver, make_chunk, numbered
 
 BIG = 48 << 10
@@ -219,7 +220,7 @@ def test_two_hundred_thousand_chunks_start_in_under_two_seconds(rig: FsRig, tmp_
     manifest = Manifest(marker.manifest, options.map_bytes)
     count = 200_000
     keys = [os.urandom(32) for _ in range(count)]
-    with manifest._env.begin(write=True) as txn:
+    with manifest._writing() as txn:
         for i, key in enumerate(keys):
             record = Record(keys[i - 1], b"n" * 32, bytes(8), 0, 256, 4096, 1 << 20, 1 << 18, 0, False)
             manifest._commit(txn, ChunkId(0, key), record, found=False)
@@ -237,3 +238,10 @@ def test_two_hundred_thousand_chunks_start_in_under_two_seconds(rig: FsRig, tmp_
     assert took < 2.0, f"start took {took:.2f} s"
     assert {result.outcome for result in found} == {"hit"}
     assert lookups < 1.0, f"1,000 lookups took {lookups:.3f} s"
+
+
+def test_a_store_serves_long_before_it_has_seen_all_files(tmp_path: Path) -> None:
+    found = measure(tmp_path, 20_000)  # long: python -m tests.tiers.many_files
+    print(found)
+    assert found.chunks == 20_004
+    assert found.walked < 20_000, "it has waited for the walk"

@@ -38,6 +38,7 @@ class Keeper:
         self._kicked = threading.Event()
         self._closing = False
         self._rounds = 0
+        self.walked = 0
         self._thread = threading.Thread(target=self._work, name="fs-keeper", daemon=True)
 
     @property
@@ -96,7 +97,9 @@ class Keeper:
 
     def step(self) -> None:
         """One step of the walk."""
-        if self._walk is not None and next(self._walk, None) is None:
+        seen = next(self._walk, None) if self._walk is not None else 0
+        self.walked += seen or 0
+        if seen is None:
             self._walk = None
             self._shelf.ledger.open = True
         self.trim()

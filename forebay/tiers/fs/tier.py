@@ -293,8 +293,8 @@ class FsTier(SecondaryTier):
             "chunks_max": shelf.manifest.chunks_max, "manifest_bytes": shelf.manifest.size(),
             "header_cache_bytes": self._cache.bytes, "changes_waiting": self._outbox.waiting,
             "namespaces": len(self._namespaces), "task_crashes": self._readers.crashes + self._writers.crashes,
-            "reconciled": int(self._keeper.reconciled), "odirect": int(shelf.device.direct),
-            "leftovers_removed": self._leftovers,
+            "walked": self._keeper.walked, "reconciled": int(self._keeper.reconciled),
+            "odirect": int(shelf.device.direct), "leftovers_removed": self._leftovers,
         }  # fmt: skip
         others = self._neighbours.figures()
         values = {key: float(value) for key, value in (*others.items(), *counts.items(), *gauges.items())}
