@@ -23,6 +23,9 @@ from forebay.kvstore.match import Front, longest_hit, needed_positions, state_bi
 from forebay.kvstore.protocol import EXTRA_BYTES_MAX, NewChunk
 from forebay.tiers.base import LookupResult, Query
 
+CUTS_MAX = 16
+"""At so many lengths a lookup looks for room for what tiers offer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -338,16 +341,21 @@ class Promotions:
 
 
 def promotions(core: StoreCore, found: Match, owners: dict[str, bytes]) -> Promotions:
-    """Reserve slots for what the best length needs. Cuts the length where no room can be made."""
+    """Reserve slots for what the best length needs. Cuts the length where no room can be made, a few times: where there
+    is no room at all, looking for it at every length would be a walk over all pairs of them."""
     plan = Promotions(found.hit_with_offers(), [], [], [])
     _hold(core, found, plan, plan.hit)
     planned: set[tuple[int, int]] = set()
-    while failed := _promote_all(core, found, plan, planned, owners):
+    for _ in range(CUTS_MAX):
+        failed = _promote_all(core, found, plan, planned, owners)
+        if failed is None:
+            return plan
         group, position = failed
         cut = position * found.prompt.namespace.chunk_tokens + found.rows[group][position]
         if found.prompt.namespace.groups[group].recurrent:
             cut = plan.hit - MATCH_UNIT
         plan.hit = found.hit_with_offers(min(cut, plan.hit))
+    plan.hit = min(plan.hit, found.hit())
     return plan
 
 

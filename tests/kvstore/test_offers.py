@@ -6,7 +6,7 @@ import pytest
 
 from forebay.kvstore.header import header_bytes
 from forebay.kvstore.layout import payload_bytes
-from forebay.kvstore.lookup import match, offer
+from forebay.kvstore.lookup import CUTS_MAX, match, offer, promotions, queries
 from forebay.tiers.base import LookupResult
 from tests.kvstore.support import CHUNK, SmallStore
 
@@ -48,3 +48,16 @@ def test_an_impossible_answer_is_counted_and_no_offer(
 def test_no_more_is_offered_than_the_prompt_has_there(store: SmallStore) -> None:
     found = match(store.core, store.prompt(list(range(CHUNK + 16))))
     assert offer(found, "t", [(0, 1)], [LookupResult("hit", KEY, 32, 32, 8192)]) == 1
+
+
+def test_where_there_is_no_room_it_is_looked_for_a_few_times_and_not_at_every_length(
+    store: SmallStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = match(store.core, store.prompt(list(range(100 * CHUNK))))
+    for place, query in queries(found):
+        length = header_bytes(CHUNK) + payload_bytes(store.namespace.groups[place[0]], CHUNK)
+        assert offer(found, "t", [place], [LookupResult("hit", query.key, CHUNK, CHUNK, length)]) == 0
+    tried = []
+    monkeypatch.setattr(store.core, "reserve_promotion", lambda *about: tried.append(about))
+    plan = promotions(store.core, found, {"t": b"o" * 16})
+    assert (plan.hit, plan.new, plan.held) == (0, [], []) and 0 < len(tried) <= CUTS_MAX
