@@ -9,7 +9,7 @@ from forebay.kvstore.cascade import Cascade
 from forebay.kvstore.core import StoreCore
 from forebay.kvstore.entry import Entry, EntryId
 from forebay.kvstore.header import SlotState
-from forebay.kvstore.identity import GroupGeometry, Namespace
+from forebay.kvstore.identity import MATCH_UNIT, GroupGeometry, Namespace
 from forebay.kvstore.lookup import Match, Prompt
 from forebay.kvstore.match import last_state, state_bit
 from forebay.kvstore.protocol import KeptBy, Row, TierReach
@@ -123,9 +123,15 @@ def _end(prompt: Prompt, group: GroupGeometry, reach: Sequence[int]) -> tuple[in
     return prompt.longest, None
 
 
+def _complete(prompt: Prompt) -> tuple[str, str]:
+    if prompt.longest == 0:
+        return "too short", f"it has no whole unit of {MATCH_UNIT} tokens"
+    return "complete", "the whole prompt is stored"
+
+
 def _why_tier(prompt: Prompt, row: Sequence[LookupResult], end: int | None) -> tuple[str, str]:
     if end is None:
-        return "complete", "the whole prompt is stored"
+        return _complete(prompt)
     if row[end].outcome == "retry":
         return "slow", "the tier did not answer in time"
     return "missing", f"it has no chunk that goes on from token {end * prompt.namespace.chunk_tokens}"
@@ -133,7 +139,7 @@ def _why_tier(prompt: Prompt, row: Sequence[LookupResult], end: int | None) -> t
 
 def _why_host(core: StoreCore, prompt: Prompt, group: int, end: int | None, others: bool) -> tuple[str, str]:
     if end is None:
-        return "complete", "the whole prompt is stored"
+        return _complete(prompt)
     chunk = prompt.chunk(group, end)
     entry = core.table.get(group, chunk.key)
     if entry is not None and entry.state is SlotState.RESERVED:

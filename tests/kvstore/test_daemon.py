@@ -149,6 +149,8 @@ def test_explain_names_the_reason(store: Store) -> None:
         prompt = prompt_of(spec, tokens[:CHUNK] + [77] * CHUNK)
         told = client.explain(spec.id, prompt.root, prompt.tokens)
         assert told.reaches[0].tokens == CHUNK and told.reaches[0].reason == "diverges"
+        told = client.explain(spec.id, prompt.root, prompt.tokens[:60])
+        assert told.hit == 0 and {r.reason for r in told.reaches} == {"too short"}
 
 
 def test_a_chunk_whose_key_is_not_its_own_is_refused(store: Store) -> None:
