@@ -31,6 +31,7 @@ BAD = {
 
 class S3World(World):
     kind = sick_kind = "s3"
+    slack = 16
 
     def __init__(self, folder: Path, seed: int) -> None:
         super().__init__(folder, seed)

@@ -33,11 +33,13 @@ from forebay.tiers.host import TierHost
 from forebay.tiers.messages import OptionValue
 from forebay.tiers.supervise import Patience
 from tests.conformance.bucket_world import S3World
+from tests.conformance.file_worlds import SealedFsWorld, SharedFsWorld
 from tests.conformance.peer_world import PeerWorld
 from tests.conformance.pool_world import PoolWorld
 from tests.conformance.slots import Slots
 from tests.conformance.worlds import WORLDS, World
 
+WORLDS.update({"fs-sealed": SealedFsWorld, "fs-shared": SharedFsWorld})
 WORLDS.update({"s3": S3World, "p2p": PeerWorld, "mooncake": PoolWorld})
 
 CHUNKS, IN_FLIGHT, SLOTS = 120, 16, 48

@@ -1,0 +1,66 @@
+"""Two more worlds of the file tier: chunks that are compressed and encrypted, and a directory that two stores use."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from pathlib import Path
+
+from forebay.testing.conformance import Driver, InProcess, Made, Pool
+from forebay.tiers.fs.tier import FsTier
+from forebay.tiers.messages import OptionValue
+from tests.conformance.worlds import FsWorld
+
+NEIGHBOURS_MOVES = 8
+
+
+class SealedFsWorld(FsWorld):
+    """Both codecs."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        super().__init__(folder, seed)
+        self.key = folder / "key"
+        self.key.write_text(random.Random(seed).randbytes(32).hex())
+        self.key.chmod(0o600)
+
+    @classmethod
+    def absent(cls) -> str:
+        lacking = [name for name in ("zstandard", "cryptography") if importlib.util.find_spec(name) is None]
+        return f"pip install 'forebay[compress,encrypt]' for {', '.join(lacking)}" if lacking else ""
+
+    def options(self) -> dict[str, OptionValue]:
+        return super().options() | {"compress": "zstd", "encrypt_key_file": str(self.key)}
+
+
+class SharedFsWorld(FsWorld):
+    """A second store's tier on the same directory, in this process: it stores, loads and forgets the same chunks."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        super().__init__(folder, seed)
+        self.pool = Pool()
+        tier = FsTier("neighbour", super().options() | {"state_dir": str(folder / "neighbour")})
+        self.neighbour = Driver(self.pool, InProcess(tier, self.pool))
+
+    def options(self) -> dict[str, OptionValue]:
+        return super().options() | {"state_dir": str(self.folder / "state"), "takeover_s": 0.2}
+
+    def trouble(self, rng: random.Random) -> None:
+        for _ in range(NEIGHBOURS_MOVES):
+            chunk: Made = rng.choice(self.chunks)
+            move = rng.random()
+            if move < 0.5:
+                self.struck["neighbour loads ok"] += self.neighbour.serves(chunk)
+            elif move < 0.9:
+                self.struck["neighbour stores ok"] += self.neighbour.store(chunk).ok
+            else:
+                self.neighbour.engine.forget([chunk.id], "cleared")
+                self.struck["neighbour forgets"] += 1
+
+    def left_behind(self) -> list[str]:
+        found = super().left_behind()
+        self.neighbour.close()
+        return found
+
+    def close(self) -> None:
+        self.neighbour.close()
+        self.pool.close()
