@@ -188,7 +188,7 @@ class SeaweedFS(Server):
         assert found is not None
         return [
             found, "server", f"-dir={self.folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
-            "-master.volumeSizeLimitMB=1024", "-volume.max=8", "-master.telemetry=false", "-master.electionTimeout=1s",
+            "-master.volumeSizeLimitMB=1024", "-volume.max=100", "-master.telemetry=false", "-master.electionTimeout=1s",
             f"-master.port={master}", f"-master.port.grpc={master_grpc}",
             f"-volume.port={volume}", f"-volume.port.grpc={volume_grpc}",
             f"-filer.port={filer}", f"-filer.port.grpc={filer_grpc}", f"-filer.localSocket={self.folder / 'filer'}",
