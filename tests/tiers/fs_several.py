@@ -16,7 +16,9 @@ from forebay.tiers.fs.tier import FsTier
 from tests.tiers.fs_rig import FsRig
 from tests.tiers.support import PATIENCE_S, Driver, Made, Pool
 
-QUICK: dict[str, Any] = {"dead_after_s": 0.4, "takeover_s": 0.2}
+QUICK: dict[str, Any] = {"dead_after_s": 30.0, "takeover_s": 0.2}
+"""A beat that is taken for dead after little time is so on a busy machine too: only for tests in which one dies."""
+MORTAL: dict[str, Any] = {"dead_after_s": 2.0}
 
 
 def used(directory: Path) -> int:

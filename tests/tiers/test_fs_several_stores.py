@@ -22,7 +22,7 @@ PROMPTS = [[1000 * number + i for i in range(1, 4 * CHUNK + 1)] for number in ra
 def tier(folder: Path, name: str, more: str = "") -> str:
     return (
         f'[tiers.files]\nkind = "fs"\ndirectory = "{folder / "shared"}"\nstate_dir = "{folder / name}"\n'
-        f'quota_bytes = {QUOTA}\ntakeover_s = "300ms"\ndead_after_s = "1s"\n{more}\n'
+        f'quota_bytes = {QUOTA}\ntakeover_s = "300ms"\ndead_after_s = "3s"\n{more}\n'
     )
 
 

@@ -12,11 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import lmdb
+
 from forebay.errors import CorruptChunk
 from forebay.kvstore.header import ChunkHeader
 from forebay.tiers.base import ChunkId, LookupResult, Query
 from forebay.tiers.chunks import UNIT_BYTES, best_match
 from forebay.tiers.codec.errors import CannotDecode
+from forebay.tiers.fs.complaints import complain
 from forebay.tiers.fs.inspect import front_of
 from forebay.tiers.fs.manifest import UNIT_DIGEST_BYTES, Record, View, first_unit
 from forebay.tiers.fs.shelf import Shelf
@@ -30,6 +33,7 @@ CACHE_BYTES = 16 << 20
 FETCH_BYTES = 4096
 ASK_MAX = 256
 """Of one lookup so many chunks at a time are asked of the disk."""
+ASKING_MAX = 4096
 
 
 class HeaderCache:
@@ -78,6 +82,7 @@ class Finder:
 
     def __post_init__(self) -> None:
         self._fetching: set[ChunkId] = set()
+        self._asking: set[ChunkId] = set()
         self._lock = threading.Lock()
         self.counts: Counter[str] = Counter()
 
@@ -95,17 +100,37 @@ class Finder:
             at for at, (query, found) in enumerate(zip(queries, results, strict=True))
             if found.key != query.key and self.neighbours.unknown(ChunkId(query.group, query.key))
         ][:ASK_MAX]  # fmt: skip
-        chunks = [ChunkId(queries[at].group, queries[at].key) for at in open_at]
-        if chunks and self.submit(lambda: self._ask(chunks), FETCH_BYTES):
-            for at in open_at:
-                results[at] = LookupResult("retry")
+        wanted = [ChunkId(queries[at].group, queries[at].key) for at in open_at]
+        with self._lock:
+            chunks = [chunk for chunk in wanted if chunk not in self._asking]
+            if len(self._asking) + len(chunks) > ASKING_MAX:
+                return results
+            self._asking.update(chunks)
+        if chunks and not self.submit(lambda: self._ask(chunks), FETCH_BYTES):
+            self._asked_all(chunks)
+            return results
+        for at in open_at:
+            results[at] = LookupResult("retry")
         return results
 
     def _ask(self, chunks: list[ChunkId]) -> None:
         try:
             self.neighbours.ask(chunks)
+        except (OSError, lmdb.Error) as error:
+            self.counts["neighbour_errors"] += 1
+            complain("ask", "another store's files can't be looked at: %s", error)
         finally:
+            self._asked_all(chunks)
             self.wake()
+
+    def _asked_all(self, chunks: list[ChunkId]) -> None:
+        with self._lock:
+            self._asking.difference_update(chunks)
+
+    @property
+    def asking(self) -> int:
+        """Chunks that the disk is being asked for."""
+        return len(self._asking)
 
     def _find(self, view: View, query: Query, used: list[ChunkId]) -> LookupResult:
         chunk = ChunkId(query.group, query.key)

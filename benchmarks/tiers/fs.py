@@ -1,18 +1,22 @@
 """The file tier through its own process, against raw O_DIRECT files of the same sizes in the same run.
 
-    python -m benchmarks.fs_tier [--directory DIR]
+    python -m benchmarks.tiers.fs [--directory DIR] [--threads 1,2,4,8] [--lmcache PATH]
 
 Store and load move whole chunks between a pool in shared memory and files: one process hop, header, granule
 checksums (verified on every load), manifest, atomic naming. The limit writes and reads files with pwritev and
-preadv from the same memory, in as many threads, and does nothing else. Both take turns.
+preadv from the same memory, in as many threads, and does nothing else. Both take turns, so the ratio is the median of
+the rounds' ratios. With `--lmcache` its own benchmark of its file adapter runs in between, in the same directory,
+with O_DIRECT and the same sizes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import mmap
 import os
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +35,8 @@ SIZES = {"1 MiB": 1 << 20, "4 MiB": 4 << 20}
 WORKING_SET = 192 << 20
 ROUNDS = 5
 WRITERS, READERS = 2, 4
+STORE_TARGET, LOAD_TARGET = 0.8, 0.95
+PEER_KEYS = 32
 TOKENS = 256
 LOOKUP_KEYS = 1024
 LOOKUP_ROUNDS = 50
@@ -82,11 +88,20 @@ def gigabytes_per_s(work: Callable[[], object]) -> float:
     return WORKING_SET / (time.perf_counter() - began) / 1e9
 
 
+@dataclass(frozen=True)
+class Threads:
+    """How many write and how many read, ours and the limit's alike."""
+
+    write: int = WRITERS
+    read: int = READERS
+
+
 class Raw:
     """Files and nothing else."""
 
-    def __init__(self, folder: Path, pool: Pool) -> None:
+    def __init__(self, folder: Path, pool: Pool, threads: Threads) -> None:
         self.folder = folder
+        self.threads = threads
         self.pool = pool
         folder.mkdir()
 
@@ -111,11 +126,11 @@ class Raw:
 
     def write(self) -> None:
         """Every slot into a new file."""
-        self._all(WRITERS, self._write)
+        self._all(self.threads.write, self._write)
 
     def read(self) -> None:
         """Every file into its slot."""
-        self._all(READERS, self._read)
+        self._all(self.threads.read, self._read)
 
     def remove(self) -> None:
         """Make room for the next round."""
@@ -126,8 +141,9 @@ class Raw:
 class Ours:
     """The tier behind its host. The loop runs only while something is being waited for."""
 
-    def __init__(self, folder: Path, pool: Pool) -> None:
+    def __init__(self, folder: Path, pool: Pool, threads: Threads) -> None:
         self.pool = pool
+        self._threads = threads
         self._loop = asyncio.new_event_loop()
         self._results: list[JobResult] = []
         self._jobs = 0
@@ -136,7 +152,8 @@ class Ours:
     async def _start(self, folder: Path) -> None:
         options: dict[str, OptionValue] = {
             "directory": str(folder), "quota_bytes": 8 * WORKING_SET, "write_queue_bytes": 2 * WORKING_SET,
-            "read_queue_bytes": 2 * WORKING_SET, "read_threads": READERS, "write_threads": WRITERS,
+            "read_queue_bytes": 2 * WORKING_SET, "read_threads": self._threads.read,
+            "write_threads": self._threads.write,
         }  # fmt: skip
         limits = HostLimits(store_queue_bytes=2 * WORKING_SET, load_queue_bytes=2 * WORKING_SET)
         self.host = TierHost(
@@ -190,47 +207,154 @@ class Ours:
         self._loop.close()
 
 
-def measure(report: Report, folder: Path, name: str, size: int) -> None:
-    """Store, load and look up chunks of one size."""
-    pool = Pool(size)
-    raw, ours = Raw(folder / f"raw-{size}", pool), Ours(folder / f"ours-{size}", pool)
-    speeds: dict[str, list[float]] = {key: [] for key in ("raw write", "store", "raw read", "load")}
-    for round_ in range(ROUNDS):
-        chunks = pool.fill(round_)
-        order: list[tuple[str, Callable[[], None]]] = [
-            ("raw write", raw.write), ("store", lambda c=chunks: ours.store(c)),  # type: ignore[misc]
-            ("raw read", raw.read), ("load", lambda c=chunks: ours.load(c)),  # type: ignore[misc]
-        ]  # fmt: skip
-        if round_ % 2:
-            order = [order[1], order[0], order[3], order[2]]
-        for key, work in order:
-            speeds[key].append(gigabytes_per_s(work))
-        if round_ == ROUNDS - 1:
-            queries = [chunk.query for chunk in chunks]
-            queries = (queries * (LOOKUP_KEYS // len(queries) + 1))[:LOOKUP_KEYS]
-            hits = median([ours.lookup_us(queries) for _ in range(LOOKUP_ROUNDS)])
-            absent = [Query(0, os.urandom(32), os.urandom(32), query.tokens) for query in queries]
-            misses = median([ours.lookup_us(absent) for _ in range(LOOKUP_ROUNDS)])
-        raw.remove()
-        ours.clear()
-    ours.close()
-    for key, limit in (("store", "raw write"), ("load", "raw read")):
-        value, best = median(speeds[key]), median(speeds[limit])
-        report.add(Measure(f"{key}, {name}", value, "GB/s", limit=best, ratio=value / best))
-    report.add(Measure(f"lookup, hits, {name}", hits, "us/key"))
-    report.add(Measure(f"lookup, misses, {name}", misses, "us/key"))
+@dataclass(frozen=True)
+class Peer:
+    """What LMCache's benchmark of its file adapter says: GB/s, and microseconds a key."""
+
+    store: float
+    load: float
+    lookup: float
+
+
+def lmcache(program: Path, folder: Path, size: int) -> Peer:
+    """Run it once: as many bytes as one of our rounds, in batches of its usual size."""
+    folder.mkdir()
+    written = folder.with_suffix(".json")
+    adapter = {"type": "fs", "base_path": str(folder), "use_odirect": True}
+    command = [
+        str(program), "bench", "l2", "--l2-adapter", json.dumps(adapter), "--num-keys", str(PEER_KEYS),
+        "--data-size-kb", str(size >> 10), "--l1-align-bytes", "4096", "--rounds",
+        str(max(1, WORKING_SET // size // PEER_KEYS)), "--lookup-max-hit-rate", "1.0", "--format", "json",
+        "--output", str(written), "-q",
+    ]  # fmt: skip
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=300)
+        return _peer(json.loads(written.read_text()))
+    finally:
+        shutil.rmtree(folder)
+
+
+def _peer(found: dict[str, dict[str, dict[str, float | str]]]) -> Peer:
+    by_name = {entry["operation"]: entry for entry in found["metrics"].values() if "operation" in entry}
+    store, load = (float(by_name[name]["throughput_avg_mbps"]) * (1 << 20) / 1e9 for name in ("Store", "Load"))
+    return Peer(store, load, float(by_name["Lookup"]["latency_per_key_ms"]) * 1e3)
+
+
+class Rounds:
+    """Speeds of each round by name."""
+
+    def __init__(self) -> None:
+        self.speeds: dict[str, list[float]] = {}
+
+    def add(self, name: str, value: float) -> None:
+        """Note a figure of the present round."""
+        self.speeds.setdefault(name, []).append(value)
+
+    def middle(self, name: str) -> float:
+        """The median of all rounds."""
+        return median(self.speeds[name])
+
+    def ratio(self, name: str, other: str) -> float:
+        """The median of the rounds' ratios."""
+        return median([one / two for one, two in zip(self.speeds[name], self.speeds[other], strict=True)])
+
+
+def run_rounds(folder: Path, size: int, threads: Threads, program: Path | None) -> Rounds:
+    """Everything in turns, the other way round every second time."""
+    pool, rounds = Pool(size), Rounds()
+    raw, ours = Raw(folder / f"raw-{size}", pool, threads), Ours(folder / f"ours-{size}", pool, threads)
+    try:
+        for number in range(ROUNDS):
+            _round(rounds, number, pool, raw, ours)
+            if program is not None:
+                peer = lmcache(program, folder / f"peer-{size}", size)
+                for name, value in (("peer store", peer.store), ("peer load", peer.load), ("peer lookup", peer.lookup)):
+                    rounds.add(name, value)
+    finally:
+        ours.close()
+        shutil.rmtree(raw.folder)
+    return rounds
+
+
+def _round(rounds: Rounds, number: int, pool: Pool, raw: Raw, ours: Ours) -> None:
+    chunks = pool.fill(number)
+    order: list[tuple[str, Callable[[], None]]] = [
+        ("raw write", raw.write), ("store", lambda: ours.store(chunks)),
+        ("raw read", raw.read), ("load", lambda: ours.load(chunks)),
+    ]  # fmt: skip
+    if number % 2:
+        order = [order[1], order[0], order[3], order[2]]
+    for key, work in order:
+        rounds.add(key, gigabytes_per_s(work))
+    queries = [chunk.query for chunk in chunks]
+    queries = (queries * (LOOKUP_KEYS // len(queries) + 1))[:LOOKUP_KEYS]
+    rounds.add("lookup", median([ours.lookup_us(queries) for _ in range(LOOKUP_ROUNDS)]))
+    absent = [Query(0, os.urandom(32), os.urandom(32), query.tokens) for query in queries]
+    rounds.add("lookup misses", median([ours.lookup_us(absent) for _ in range(LOOKUP_ROUNDS)]))
+    raw.remove()
+    ours.clear()
+
+
+def measure(report: Report, folder: Path, name: str, size: int, program: Path | None = None) -> None:
+    """Store, load and look up chunks of one size, beside the limit and the peer."""
+    found = run_rounds(folder, size, Threads(), program)
+    for key, limit, target in (("store", "raw write", STORE_TARGET), ("load", "raw read", LOAD_TARGET)):
+        ratio = found.ratio(key, limit)
+        report.add(
+            Measure(
+                f"{key}, {name}", found.middle(key), "GB/s", limit=found.middle(limit), ratio=ratio,
+                target=f">= {target}", ok=ratio >= target,
+            )
+        )  # fmt: skip
+        if program is not None:
+            beats = found.ratio(key, f"peer {key}")
+            report.add(
+                Measure(
+                    f"{key}, {name}, of the peer's", found.middle(key), "GB/s", peer=found.middle(f"peer {key}"),
+                    ratio=beats, target="> 1", ok=beats > 1,
+                )
+            )  # fmt: skip
+    if program is None:
+        report.add(Measure(f"lookup, hits, {name}", found.middle("lookup"), "us/key"))
+    else:
+        less = found.ratio("lookup", "peer lookup")
+        report.add(
+            Measure(
+                f"lookup, hits, {name}", found.middle("lookup"), "us/key", peer=found.middle("peer lookup"),
+                ratio=less, target="< 1", ok=less < 1,
+            )
+        )  # fmt: skip
+    report.add(Measure(f"lookup, misses, {name}", found.middle("lookup misses"), "us/key"))
+
+
+def measure_threads(report: Report, folder: Path, counts: Sequence[int]) -> None:
+    """The same with as many threads, to see where more of them gain nothing."""
+    for name, size in SIZES.items():
+        for count in counts:
+            found = run_rounds(folder, size, Threads(count, count), None)
+            for key, limit in (("store", "raw write"), ("load", "raw read")):
+                report.add(
+                    Measure(
+                        f"{key}, {name}, {count} threads", found.middle(key), "GB/s", limit=found.middle(limit),
+                        ratio=found.ratio(key, limit),
+                    )
+                )  # fmt: skip
 
 
 def main() -> int:
     """Run all."""
     options = parser(__doc__)
     options.add_argument("--directory", type=Path, help="where to write (default: a new folder in the temporary one)")
+    options.add_argument("--threads", default="", help="measure these counts of threads, too: 1,2,4,8")
+    options.add_argument("--lmcache", type=Path, help="its program, to run beside")
     arguments = options.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="forebay-bench-", dir=arguments.directory))
-    report = Report("file tier against raw O_DIRECT files")
+    report = Report("fs: file tier against raw O_DIRECT files")
     try:
         for name, size in SIZES.items():
-            measure(report, folder, name, size)
+            measure(report, folder, name, size, arguments.lmcache)
+        if arguments.threads:
+            measure_threads(report, folder, [int(count) for count in arguments.threads.split(",")])
     finally:
         shutil.rmtree(folder)
     return report.print(arguments.json)
