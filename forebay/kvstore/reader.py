@@ -17,6 +17,9 @@ TIER_ANSWER_S_MAX = 1.0
 PLANS_MAX = 4
 """How often a lookup plans anew after loads that failed, within its deadline."""
 
+VOUCHED_S, VOUCHED_MAX = 10.0, 4096
+"""How long, and of how many chunks, it is remembered that an alarm about them was false."""
+
 NO_HIT = LookupResult("miss")
 
 Refused = set[tuple[str, int, bytes]]
@@ -49,6 +52,8 @@ class Reader:
         self._core, self._cascade, self._tiers, self._intact = core, cascade, tiers, intact
         self._arrivals: dict[Load, asyncio.Event] = {}
         self._checks: dict[Entry, asyncio.Task[None]] = {}
+        # Until when: chunks that somebody called damaged, and that are not.
+        self._vouched: dict[Entry, float] = {}
 
     def at_once(self, client: Client, prompt: Prompt, deadline_ms: int) -> Pinned | None:
         """The whole answer, if it needs neither a tier nor a check; else None. Or which tokens it takes first."""
@@ -180,6 +185,21 @@ class Reader:
         """Read an adopted chunk once, whoever asks; it is announced, or taken out."""
         await asyncio.shield(self.check_soon(entry))
 
+    def doubt(self, entry: Entry) -> None:
+        """A reader says that a chunk's bytes are wrong. It doesn't go on its word alone: it is read again before anyone
+        sees it. A false alarm isn't heard again soon: others would wait for the reading each time."""
+        if self._core.clock() < self._vouched.get(entry, 0.0):
+            self._core.counters.add("host.alarms_unheard")
+            return
+        entry.verified = False
+        self.check_soon(entry)
+
+    def _vouch(self, entry: Entry) -> None:
+        self._vouched.pop(entry, None)
+        self._vouched[entry] = self._core.clock() + VOUCHED_S
+        while len(self._vouched) > VOUCHED_MAX:
+            del self._vouched[next(iter(self._vouched))]
+
     def check_soon(self, entry: Entry) -> asyncio.Task[None]:
         """Start reading a chunk, unless somebody has started already."""
         running = self._checks.get(entry)
@@ -196,6 +216,8 @@ class Reader:
                     intact = await asyncio.to_thread(self._intact, entry)
                 finally:
                     self._core.unpin(entry)
+                if intact and entry.announced:  # it had been read before: the alarm was a false one
+                    self._vouch(entry)
                 self._core.verified(entry, intact)
         finally:
             del self._checks[entry]

@@ -422,9 +422,7 @@ class StoreService:
         for group, key in request.chunks:
             entry = self.core.table.get(group, key)
             if entry is not None and entry.state is SlotState.COMMITTED:
-                # Not on one reader's word alone: it is read again before anyone sees it.
-                entry.verified = False
-                self.reader.check_soon(entry)
+                self.reader.doubt(entry)
 
     # --- watching --------------------------------------------------------------------------------------
 

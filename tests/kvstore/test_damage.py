@@ -44,3 +44,5 @@ def test_a_false_alarm_costs_nothing(store: Store) -> None:
         client.damaged([(victim.group, victim.key), (victim.group, b"x" * 32), (99, b"")])
         assert get(client, spec, tokens).hit == 2 * CHUNK
         assert client.stats().values.get("host.corrupt", 0) == 0
+        client.damaged([(victim.group, victim.key)])
+        assert client.stats().values["host.alarms_unheard"] == 1, "who cries wolf makes nobody wait again and again"
