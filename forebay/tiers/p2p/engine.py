@@ -10,6 +10,7 @@ import asyncio
 import logging
 import secrets
 import socket as sockets_of_the_system
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,8 +39,11 @@ log = logging.getLogger("forebay.tier.p2p")
 
 START_S = 10.0
 CLOSE_S = 3.0
+SWITCH_S = 0.0005
+"""A thread that comes back from a copy waits at most this long for the interpreter; by default it would be 5 ms."""
 POLL_BUSY_S = 0.0005
 POLL_IDLE_S = 0.02
+"""How often NIXL is helped on while somebody may be reading from us, and while nobody is, or nobody needs help."""
 
 
 class Engine:
@@ -61,6 +65,7 @@ class Engine:
         self._settings, self._answers, self._wake = settings, answers, wake
         self._extents, self._namespaces = extents, namespaces
         self._finish, self._fail, self._make_source = finish, fail, make_source
+        sys.setswitchinterval(SWITCH_S)
         self._pair = self._keys()
         self.nixl = self._open_nixl()
         self.up: frozenset[str] = frozenset()
@@ -210,11 +215,13 @@ class Engine:
             self._spawn(self._poll_nixl, self._server, self.nixl)
 
     async def _poll_nixl(self, server: Server, nixl: NixlAgent) -> None:
-        """Who reads from us over TCP needs our help; over CMA or RDMA nobody does."""
+        """Who reads from us over TCP needs our help; over CMA, as on one host, or RDMA nobody does."""
+        listen = self._settings.listen
+        alone = listen is not None and listen.loopback
         while True:
             await self._loop.run_in_executor(nixl.thread, nixl.progress)
             reading = server.guests.figures()["guest_opens"] > 0
-            await asyncio.sleep(POLL_BUSY_S if reading else POLL_IDLE_S)
+            await asyncio.sleep(POLL_BUSY_S if reading and not alone else POLL_IDLE_S)
 
     def _spawn(self, function: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
         task = self._loop.create_task(function(*arguments))

@@ -6,12 +6,12 @@ Each way ends before its function returns, or raises Unfenced: nothing is writte
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container
+from collections.abc import Callable, Container
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from forebay.errors import CorruptChunk
-from forebay.kvstore.header import ChunkHeader
+from forebay.kvstore.header import ChunkHeader, first_bad_granule
 from forebay.tiers.base import LoadJob
 from forebay.tiers.chunks import verify_payload
 from forebay.tiers.p2p.checks import check_wanted, checked_header
@@ -116,10 +116,12 @@ class Fetcher:
         return await asyncio.get_running_loop().run_in_executor(self.threads, self._stream, wanted, streams)
 
     def _stream(self, wanted: Wanted, streams: Streams) -> Arrived:
-        got = streams.fetch(wanted.job.chunk, wanted.memory, wanted.due, self.stall_s)
-        header = checked_header(got.block, got.length, self.namespaces)
-        check_wanted(header, wanted.job.chunk, len(wanted.memory))
-        _verify(header, wanted.memory[: got.length])
+        def check(block: bytes, length: int) -> Callable[[int], None]:
+            header = checked_header(block, length, self.namespaces)
+            check_wanted(header, wanted.job.chunk, len(wanted.memory))
+            return Verifier(header, wanted.memory[:length]).came
+
+        got = streams.fetch(wanted.job.chunk, wanted.memory, wanted.due, self.stall_s, check)
         return Arrived(got.block, got.length, "stream")
 
     async def _by_nixl(self, wanted: Wanted, ways: Ways, opened: Opened, memory: memoryview) -> bool:
@@ -134,6 +136,25 @@ class Fetcher:
             nixl.thread, nixl.read, ways.remote, opened.address, memory, wanted.due, self.stall_s
         )
         return True
+
+
+class Verifier:
+    """Verifies a payload while it comes. A recurrent state is one granule, and so is verified at its end."""
+
+    def __init__(self, header: ChunkHeader, memory: memoryview) -> None:
+        self._checksums, self._memory, self._granule = header.checksums, memory, header.granule_bytes
+        self._verified = 0
+
+    def came(self, count: int) -> None:
+        """So many bytes are there. Raises Damaged."""
+        whole = count // self._granule
+        if whole == self._verified:
+            return
+        at, end = self._verified * self._granule, whole * self._granule
+        bad = first_bad_granule(self._memory[at:end], self._granule, self._checksums[8 * self._verified : 8 * whole])
+        if bad is not None:
+            raise Damaged(f"granule {self._verified + bad} has another checksum than its header says")
+        self._verified = whole
 
 
 def _verify(header: ChunkHeader, payload: memoryview) -> None:

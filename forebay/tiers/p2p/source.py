@@ -18,7 +18,7 @@ from forebay.errors import CorruptChunk, ForebayError, RequestRefused
 from forebay.kvstore.client import AsyncStoreClient
 from forebay.kvstore.header import ChunkHeader, SlotState, decode_header, mark_slot
 from forebay.kvstore.identity import decode_namespace
-from forebay.kvstore.protocol import ChunkRead, NewChunk, Written
+from forebay.kvstore.protocol import ChunkRead, Held, NewChunk, Written
 from forebay.tiers.base import ChunkId, LookupResult, Query
 from forebay.tiers.chunks import best_match
 from forebay.tiers.p2p.answers import MISS
@@ -29,6 +29,8 @@ log = logging.getLogger("forebay.tier.p2p")
 LOAN_S = 60.0
 """How long an open chunk stays pinned if it is never closed."""
 LENT_LEASES_MAX = 512
+LENT_SHARE_LEFT = 0.25
+"""With less of its time left a pin isn't taken over by who comes to read."""
 RECONNECT_S = 0.25
 
 
@@ -88,13 +90,16 @@ class Source(Protocol):
         """Gauges and counters."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Lent:
-    """What was said to be there, pinned until `until`."""
+    """What was said to be there, pinned until `until`, and for as long as it has `users` after that."""
 
     lease: int
     size: int
     until: float
+    chunks: dict[ChunkId, ChunkRead]
+    users: int = 0
+    renewed: bool = False
 
 
 @dataclass
@@ -113,9 +118,11 @@ class StoreSource:
     def __post_init__(self) -> None:
         self._client = AsyncStoreClient(self.address, kind="peer")
         self._lent: deque[_Lent] = deque()
+        self._by_chunk: dict[ChunkId, _Lent] = {}
         self._lent_bytes = 0
         self._registered: set[bytes] = set()
         self._connection = 0
+        self._renewing: set[asyncio.Task[None]] = set()
 
     async def keep_connected(self) -> None:
         """Connect, and again whenever the connection is lost. The store starts its tiers before it serves."""
@@ -127,10 +134,12 @@ class StoreSource:
                     await self._client.connect()
                     self._registered.clear()
                     self._lent.clear()
+                    self._by_chunk.clear()
                     self._lent_bytes = 0
                 except ForebayError as error:
                     self.counts["store_lost"] += 1
                     log.debug("p2p: this host's store isn't there yet: %s", error)
+            self._end_lent(asyncio.get_running_loop().time())
             await asyncio.sleep(RECONNECT_S)
 
     async def close(self) -> None:
@@ -154,7 +163,7 @@ class StoreSource:
             for query, place in zip(queries, held.places, strict=True)
         ]
         if held.lease:
-            self._lend_for_a_while(held.lease, sum(chunk.length for chunk in held.chunks))
+            self._lend_for_a_while(held)
         return results
 
     def _result(self, query: Query, chunk: ChunkRead) -> LookupResult:
@@ -169,21 +178,67 @@ class StoreSource:
         length = chunk.payload_offset - chunk.slot_offset + chunk.length
         return LookupResult("hit", chunk.key, found.matched, header.token_count, length)
 
-    def _lend_for_a_while(self, lease: int, size: int) -> None:
+    def _lend_for_a_while(self, held: Held) -> None:
         now = asyncio.get_running_loop().time()
-        while self._lent and self._lent[0].until <= now:
-            self._lent_bytes -= self._lent.popleft().size
+        self._end_lent(now)
+        size = sum(chunk.length for chunk in held.chunks)
         if self._lent_bytes + size > self.lend_bytes or len(self._lent) >= LENT_LEASES_MAX:
             self.counts["lent_no_pin"] += 1
-            self._client.release([lease])
+            self._client.release([held.lease])
             return
-        self._lent.append(_Lent(lease, size, now + self.lend_s))
+        chunks = {ChunkId(chunk.group, chunk.key): chunk for chunk in held.chunks}
+        lent = _Lent(held.lease, size, now + self.lend_s, chunks)
+        self._lent.append(lent)
+        self._by_chunk.update(dict.fromkeys(chunks, lent))
         self._lent_bytes += size
+
+    def _end_lent(self, now: float) -> None:
+        """Those whose time is over count no more; a lease that was renewed meanwhile ends with its last user."""
+        while self._lent and self._lent[0].until <= now:
+            lent = self._lent.popleft()
+            self._lent_bytes -= lent.size
+            for chunk in lent.chunks:
+                if self._by_chunk.get(chunk) is lent:
+                    del self._by_chunk[chunk]
+            if lent.renewed and not lent.users:
+                self._client.release([lent.lease])
+
+    def _lent_now(self, chunk: ChunkId) -> Loan | None:
+        """A loan of what is pinned already, for who was told of it a moment ago: the daemon isn't asked again."""
+        now = asyncio.get_running_loop().time()
+        lent = self._by_chunk.get(chunk)
+        if lent is None or lent.until - now < LENT_SHARE_LEFT * self.lend_s or not self._client.connected:
+            return None
+        try:
+            loan = self._loan(chunk, lent.chunks[chunk], lambda: self._used(lent))
+        except (CorruptChunk, KeyError):
+            return None
+        lent.users += 1
+        if not lent.renewed:
+            lent.renewed = True
+            task = asyncio.get_running_loop().create_task(self._renew(lent.lease))
+            self._renewing.add(task)
+            task.add_done_callback(self._renewing.discard)
+        return loan
+
+    async def _renew(self, lease: int) -> None:
+        # What is sent first is done first: the lease is renewed long before it ends.
+        with suppress(ForebayError):
+            await self._client.join([lease], lease_ms=int(LOAN_S * 1000))
+
+    def _used(self, lent: _Lent) -> None:
+        lent.users -= 1
+        if not lent.users and lent not in self._lent:
+            self._client.release([lent.lease])
 
     def _block(self, chunk: ChunkRead) -> memoryview:
         return self.extents[chunk.extent][chunk.slot_offset : chunk.payload_offset]
 
     async def lend(self, chunk: ChunkId) -> Loan | None:
+        loan = self._lent_now(chunk)
+        if loan is not None:
+            self.counts["lent"] += 1
+            return loan
         try:
             held = await self._client.hold([exact(chunk)], lease_ms=int(LOAN_S * 1000))
         except ForebayError:
@@ -191,23 +246,21 @@ class StoreSource:
         if not held.lease:
             return None
         try:
-            loan = self._loan(chunk, held.chunks[0], held.lease)
+            loan = self._loan(chunk, held.chunks[0], lambda: self._client.release([held.lease]))
         except (CorruptChunk, KeyError):
             self._client.release([held.lease])
             return None
         self.counts["lent"] += 1
         return loan
 
-    def _loan(self, chunk: ChunkId, read: ChunkRead, lease: int) -> Loan:
+    def _loan(self, chunk: ChunkId, read: ChunkRead, give_back: Callable[[], None]) -> Loan:
         block = bytearray(self._block(read))
         header = decode_header(memoryview(block))
         if (header.group, header.key, header.payload_length) != (chunk.group, chunk.key, read.length):
             raise CorruptChunk("the slot holds another chunk than the one that was promised")
         mark_slot(memoryview(block), SlotState.COMMITTED, 0)
         payload = self.extents[read.extent][read.payload_offset : read.payload_offset + read.length]
-        return Loan(
-            bytes(block), payload, read.extent, read.payload_offset, lambda: self._client.release([lease])
-        )
+        return Loan(bytes(block), payload, read.extent, read.payload_offset, give_back)
 
     # --- writing ---------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ IDLE_S = 30.0
 DAEMON_S = 5.0
 KEPT_MAX = 8
 SOCKET_BUFFER_BYTES = 4 << 20
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 1 << 19
 
 
 def _tune(connection: socket.socket) -> None:
@@ -176,6 +176,11 @@ class Place:
     ticket: bytes
 
 
+Check = Callable[[bytes, int], Callable[[int], None]]
+"""Called with a header's block and the payload's length before any of the payload comes; what it returns is called
+with how many bytes have come, while they are still in the processor's cache. Either may raise."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fetched:
     """A chunk's header block, and how many bytes its payload has; nothing of it is verified."""
@@ -191,8 +196,8 @@ class Streams:
     place: Place
     _idle: deque[socket.socket] = field(default_factory=deque)
 
-    def fetch(self, chunk: ChunkId, memory: memoryview, due: float, stall_s: float) -> Fetched:
-        """Read a chunk's payload into the front of `memory`.
+    def fetch(self, chunk: ChunkId, memory: memoryview, due: float, stall_s: float, check: Check) -> Fetched:
+        """Read a chunk's payload into the front of `memory`. `check` is called as `Check` says.
 
         Blocks, until `due` (monotonic) at the latest and never longer than `stall_s` without progress; after that
         nothing is written any more. Raises PeerLost, NotThere, TooLate.
@@ -200,14 +205,14 @@ class Streams:
         try:
             connection, fresh = self._connection(due, stall_s)
             try:
-                got = self._fetch(connection, chunk, memory, due, stall_s)
+                got = self._fetch(connection, chunk, memory, due, stall_s, check)
             except ConnectionError:
                 connection.close()
                 if fresh:
                     raise
                 # The peer had hung up on a connection that was kept: that says nothing about it.
                 connection, _ = self._connection(due, stall_s, kept=False)
-                got = self._fetch(connection, chunk, memory, due, stall_s)
+                got = self._fetch(connection, chunk, memory, due, stall_s, check)
         except TimeoutError as error:
             raise TooLate("the deadline has passed") if time.monotonic() >= due else PeerLost("it stalled") from error
         except OSError as error:
@@ -227,7 +232,7 @@ class Streams:
         return connection, True
 
     def _fetch(
-        self, connection: socket.socket, chunk: ChunkId, memory: memoryview, due: float, stall_s: float
+        self, connection: socket.socket, chunk: ChunkId, memory: memoryview, due: float, stall_s: float, check: Check
     ) -> Fetched:
         try:
             connection.settimeout(_patience(due, stall_s))
@@ -242,7 +247,7 @@ class Streams:
                 raise PeerLost(f"status {status} with {block_length} + {length} bytes")
             block = memoryview(bytearray(block_length))
             _fill(connection, block, due, stall_s)
-            _fill(connection, memory[:length], due, stall_s)
+            _fill(connection, memory[:length], due, stall_s, check(bytes(block), length))
         except NotThere:
             raise
         except BaseException:
@@ -263,7 +268,13 @@ def _patience(due: float, stall_s: float) -> float:
     return min(left, stall_s)
 
 
-def _fill(connection: socket.socket, memory: memoryview, due: float, stall_s: float) -> None:
+def _fill(
+    connection: socket.socket,
+    memory: memoryview,
+    due: float,
+    stall_s: float,
+    came: Callable[[int], None] = lambda count: None,
+) -> None:
     at = 0
     while at < len(memory):
         connection.settimeout(_patience(due, stall_s))
@@ -271,3 +282,4 @@ def _fill(connection: socket.socket, memory: memoryview, due: float, stall_s: fl
         if count == 0:
             raise ConnectionError("the peer hung up")
         at += count
+        came(at)
