@@ -35,6 +35,7 @@ __all__ = [
     "LAYOUT_VERSION",
     "MATCH_UNIT",
     "MAX_TOKEN_ID",
+    "NAMESPACE_BYTES_MAX",
     "NAMESPACE_VERSION",
     "Chain",
     "GroupGeometry",
@@ -56,6 +57,8 @@ KEY_BYTES = 32
 NAMESPACE_VERSION = 2
 LAYOUT_VERSION = 1
 MAX_TOKEN_ID = 2**32 - 1
+NAMESPACE_BYTES_MAX = 1 << 16
+"""Of an encoded namespace: a store keeps many, in its own memory and beside its pool."""
 
 _NAMESPACE_DOMAIN = b"forebay/namespace/1\0"
 _ROOT_DOMAIN = b"forebay/root/1\0"
@@ -109,6 +112,8 @@ def encode_namespace(namespace: Namespace) -> bytes:
 
 def decode_namespace(data: bytes) -> Namespace:
     """The inverse of `encode_namespace`. Raises ValueError on anything that isn't one, with the reason."""
+    if len(data) > NAMESPACE_BYTES_MAX:
+        raise ValueError(f"a namespace of {len(data)} bytes is over {NAMESPACE_BYTES_MAX}")
     try:
         namespace = msgspec.msgpack.decode(data, type=Namespace)
     except msgspec.DecodeError as error:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.kvstore.identity import (
+    NAMESPACE_BYTES_MAX,
     Chain,
     GroupGeometry,
     Namespace,
@@ -146,3 +147,9 @@ def test_a_namespace_that_cannot_be_served_says_why(change: dict[str, object]) -
     with pytest.raises(ValueError, match=r"."):
         decode_namespace(encode_namespace(msgspec.structs.replace(namespace(), **change)))
     assert decode_namespace(encode_namespace(namespace())) == namespace()
+
+
+def test_a_namespace_that_is_longer_than_any_model_needs_is_refused() -> None:
+    long = namespace(compute="c" * NAMESPACE_BYTES_MAX)
+    with pytest.raises(ValueError, match="is over"):
+        decode_namespace(encode_namespace(long))
