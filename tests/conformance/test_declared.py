@@ -18,6 +18,7 @@ LACKS = {
     "TestMemoryTierInItsOwnProcess": AT_ONCE | {"damage"},
     "TestFsTier": set(),
     "TestFsTierInItsOwnProcess": {"stall"},
+    "TestSealedFsTier": {"stall"},
     "TestSqliteTier": {"partial"},
     "TestS3TierOnSeaweedFS": set(),
     "TestS3TierOnMoto": set(),

@@ -97,8 +97,8 @@ class FilesOf(TierConformance):
 class TestFsTier(FilesOf):
     __test__ = True
 
-    @pytest.fixture(params=["auto", "off"])
-    def make_driver(self, pool: Pool, request: pytest.FixtureRequest) -> Iterator[MakeDriver]:
+    @pytest.fixture
+    def make_driver(self, pool: Pool) -> Iterator[MakeDriver]:
         self.gate = threading.Event()
         self.gate.set()
 
@@ -108,8 +108,7 @@ class TestFsTier(FilesOf):
             return made
 
         def make(quota: int) -> Engine:
-            options = self.options(quota) | {"odirect": request.param}
-            return InProcess(FsTier("f", options, device=device), pool)
+            return InProcess(FsTier("f", self.options(quota), device=device), pool)
 
         yield from drivers(pool, make)
 
@@ -131,3 +130,20 @@ class TestFsTierInItsOwnProcess(FilesOf):
         yield from drivers(
             pool, lambda quota: OwnProcess(lambda **hooks: TierHost("f", "fs", self.options(quota), **hooks), pool)
         )
+
+
+class TestSealedFsTier(FilesOf):
+    """Compressed and encrypted, and through the page cache."""
+
+    __test__ = True
+    lacks = {"stall": "the plain file tier's suite has it"}  # noqa: RUF012
+
+    @pytest.fixture
+    def make_driver(self, pool: Pool, tmp_path: Path) -> Iterator[MakeDriver]:
+        pytest.importorskip("zstandard")
+        pytest.importorskip("cryptography")
+        key = tmp_path / "key"
+        key.write_text("5e" * 32)
+        key.chmod(0o600)
+        more: dict[str, OptionValue] = {"compress": "zstd", "encrypt_key_file": str(key), "odirect": "off"}
+        yield from drivers(pool, lambda quota: InProcess(FsTier("f", self.options(quota) | more), pool))
