@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8")
-CITED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+CITED = re.compile(r"`((?:tests|forebay/testing)/[\w/]+\.py)::(\w+)`")
 
 
 def names_in(file: str) -> set[str]:
