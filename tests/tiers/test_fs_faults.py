@@ -169,6 +169,37 @@ def test_fsync_flushes_each_file_before_it_is_named(rig: FsRig, monkeypatch: pyt
         assert flushed == []
 
 
+def test_fsync_has_the_name_on_the_disk_before_the_store_is_done(
+    rig: FsRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    real = os.fsync
+    failing: list[int] = []
+
+    def noted(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if failing:
+            raise OSError(failing.pop(), "no")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    chunk = numbered(1, granule=BIG)
+    with rig.opened(fsync="file") as driver:
+        assert driver.store(chunk).ok
+        folder = rig.file(chunk).parent
+        assert {str(folder), str(folder.parent), str(rig.paths.chunks)} <= set(synced)
+        other = numbered(2, granule=BIG)
+        failing[:] = [errno.EIO]
+        assert driver.store(other).reason == "io"
+        assert not rig.file(other).exists(), "what isn't reported as stored is not there"
+        assert driver.value("bytes") == rig.usage()
+        assert driver.store(other).ok and driver.serves(other)
+    synced.clear()
+    with rig.opened(fsync="none") as driver:
+        assert driver.store(numbered(3)).ok
+        assert synced == []
+
+
 # --- the quota, to the byte --------------------------------------------------------------------------------
 
 

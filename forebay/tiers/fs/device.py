@@ -97,6 +97,7 @@ class Device:
         self.direct = odirect != "off"
         self._direct_min = 1 if odirect == "on" else DIRECT_BYTES_MIN
         self._fsync = fsync
+        self._synced: set[str] = set()  # folders; there are a few hundred at most
         self.nameless = True
         self.fenced = False
         """With other stores around, a missing `chunks` folder says that ours has been taken over."""
@@ -208,7 +209,26 @@ class Device:
         except FileNotFoundError:
             self._make_folder(os.path.dirname(path))
             self._name(temp, path)
+        if self._fsync:
+            try:
+                self._sync_folder(os.path.dirname(path))
+            except OSError:
+                self.remove(path)  # the caller still has the file, and nobody else shall
+                raise
         self._close(temp)
+
+    def _sync_folder(self, folder: str) -> None:
+        """Have the names in a folder on the disk; the first time its own name, too."""
+        folders = [folder]
+        if folder not in self._synced:
+            folders += [os.path.dirname(folder), str(self.paths.chunks)]
+        for synced in folders:
+            descriptor = os.open(synced, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        self._synced.add(folder)
 
     def _make_folder(self, folder: str) -> None:
         if not self.fenced:

@@ -20,8 +20,8 @@ class FsOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     the directory; then the quota is that of all together. `state_dir` must be on a local disk, and each store's own.
     `liveness` says how they see that one of them is gone: "auto" goes by the kind of file system; by a beat, after
     `dead_after_s` of silence. `takeover_s` later another one takes its files over. `fsync` "file"
-    flushes each chunk before it is published: without it a power cut costs chunks, never correctness. `recover`
-    "rebuild" throws the manifest away at start.
+    has each chunk and then its name on the disk before its store is done: without it a power cut costs chunks, never
+    correctness. `recover` "rebuild" throws the manifest away at start.
     """
 
     directory: str
