@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from forebay.tiers.base import ChunkId, LookupResult, Query
 from forebay.tiers.mooncake.complaints import complain
 from forebay.tiers.mooncake.holdings import Holdings
-from forebay.tiers.mooncake.remote import Place, Remote, is_timeout
+from forebay.tiers.mooncake.remote import Place, Remote
 from forebay.tiers.mooncake.suspects import Suspects
 
 log = logging.getLogger("forebay.tier.mooncake")
@@ -126,7 +126,7 @@ class Finder:
                     return
                 chunks = [self._waiting.popitem(last=False)[0] for _ in range(min(BATCH, len(self._waiting)))]
                 self._asked = dict.fromkeys(chunks, False)
-            found: dict[ChunkId, Place | None] = {}
+            found: dict[ChunkId, Place | None] = dict.fromkeys(chunks)
             try:
                 found = self._ask(chunks)
             except Exception:
@@ -136,14 +136,12 @@ class Finder:
             self._wake()
 
     def _ask(self, chunks: list[ChunkId]) -> dict[ChunkId, Place | None]:
-        """What is known now. A master that is gone has nothing; one that hangs may have it, so nothing is known."""
-        codes = dict(zip(chunks, self._remote.exist(chunks), strict=True))
-        if failed := sum(code < 0 for code in codes.values()):
-            self.counts["lookups_failed"] += failed
-            complain("lookup", "the master didn't answer for %d keys (code %d)", failed, min(codes.values()))
-        there = [chunk for chunk, code in codes.items() if code == 1]
-        places = self._remote.places(there) if there else {}
-        return {chunk: places.get(chunk) for chunk, code in codes.items() if not is_timeout(code)}
+        """What is known now. Of what the master didn't answer in time nothing is: it is asked for again."""
+        found = self._remote.find(chunks)
+        if unknown := len(chunks) - len(found):
+            self.counts["lookups_failed"] += unknown
+            complain("lookup", "the master didn't answer for %d keys in time", unknown)
+        return found
 
     def _learn(self, found: dict[ChunkId, Place | None]) -> None:
         now = self._clock()

@@ -13,7 +13,7 @@ from forebay.tiers.mooncake.options import MooncakeOptions
 IBVERBS = "libibverbs.so.1"
 
 
-def load_library(name: str, options: MooncakeOptions, hostname: str) -> ModuleType:
+def load_library(name: str, options: MooncakeOptions) -> ModuleType:
     """`mooncake.store`. Raises ConfigError that names what to install.
 
     What an administrator has set in the environment stays as it is.
@@ -24,7 +24,7 @@ def load_library(name: str, options: MooncakeOptions, hostname: str) -> ModuleTy
         raise ConfigError(
             f"tier {name!r}: Mooncake needs {IBVERBS}, also without RDMA: apt-get install libibverbs1 ({error})"
         ) from error
-    for key, value in _environment(options, hostname).items():
+    for key, value in _environment(options).items():
         os.environ.setdefault(key, value)
     try:
         return importlib.import_module("mooncake.store")
@@ -32,7 +32,7 @@ def load_library(name: str, options: MooncakeOptions, hostname: str) -> ModuleTy
         raise ConfigError(f"tier {name!r}: can't load Mooncake: {error}; pip install 'forebay[mooncake]'") from error
 
 
-def _environment(options: MooncakeOptions, hostname: str) -> dict[str, str]:
+def _environment(options: MooncakeOptions) -> dict[str, str]:
     rpc_ms = str(int(options.rpc_timeout_s * 1000))
     return {
         "MC_LOG_LEVEL": "ERROR",
@@ -40,6 +40,5 @@ def _environment(options: MooncakeOptions, hostname: str) -> dict[str, str]:
         "MC_RPC_CONNECT_TIMEOUT_MS": rpc_ms,
         # Without this a transfer from a host that hangs takes a minute, and its bytes may arrive after that.
         "MC_TCP_PROGRESS_TIMEOUT_SEC": str(int(options.transfer_timeout_s)),
-        "MC_TCP_BIND_ADDRESS": hostname,
         "MC_STORE_CLIENT_SETUP_RETRIES": "3",
     }

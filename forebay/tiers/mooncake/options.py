@@ -33,10 +33,12 @@ class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     `segment_bytes` of memory are lent to the pool by this host, from this tier's process, as long as it lives; 0 lends
     none. `quota_bytes` bounds what this store keeps in the pool, its own least recently used chunks making room (0: the
     pool's own eviction alone). `hostname`: where others reach this host; empty for the address that faces the master.
-    `prefix` keeps pools of several purposes apart: one whose keys begin otherwise is never touched.
+    `prefix` keeps pools of several purposes apart: one whose keys begin otherwise is never touched. `trusted_network`
+    must be set: Mooncake's ports, on all of this host's addresses, let whoever reaches them read and write its memory.
     """
 
     master: str
+    trusted_network: bool = False
     hostname: str = ""
     protocol: Literal["tcp", "rdma"] = "tcp"
     device: str = ""
@@ -74,6 +76,11 @@ def mooncake_options(name: str, options: Mapping[str, object]) -> MooncakeOption
                 _address(text)
         except ValueError as error:
             raise ConfigError(f"tier {name!r}: {option} {error}") from error
+    if not found.trusted_network:
+        raise ConfigError(
+            f"tier {name!r}: Mooncake knows no authentication: whoever reaches its ports on this host can read and "
+            "write the memory of this tier and its pool. Set trusted_network = true if only hosts that may do so can"
+        )
     if found.segment_bytes and found.segment_bytes < SEGMENT_BYTES_MIN:
         raise ConfigError(f"tier {name!r}: segment_bytes {found.segment_bytes} must be 0, or at least 16 MiB")
     if found.quota_bytes and found.quota_bytes < 1 << 20:

@@ -12,7 +12,6 @@ import ctypes
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 from forebay.errors import CorruptChunk, ForeignChunk
@@ -25,23 +24,17 @@ from forebay.tiers.mooncake.finder import Finder
 from forebay.tiers.mooncake.holdings import Holdings
 from forebay.tiers.mooncake.loads import Load
 from forebay.tiers.mooncake.memory import Area, Areas
-from forebay.tiers.mooncake.remote import Place, Remote, is_absent, span_of
+from forebay.tiers.mooncake.remote import Place, Remote, is_absent, is_rpc_failure, span_of
 from forebay.tiers.mooncake.removals import Removals
 from forebay.tiers.mooncake.suspects import Suspects
 from forebay.tiers.mooncake.timers import Timers
+from forebay.tiers.mooncake.watch import Watch
 
 log = logging.getLogger("forebay.tier.mooncake")
 
-HANGS_S = 1.5
-"""A transfer of a batch that takes longer: its host is left alone for a while, and its thread is replaced."""
-
-
-@dataclass(slots=True)
-class _Call:
-    """One call of the library, from one host."""
-
-    endpoint: str
-    hangs: bool = False
+FAILED_S, HUNG_S = 2.0, 15.0
+"""So long a host is left alone: after a failure, which costs a second or two; and after a hang, a little longer than
+a master takes to notice by default, after which it names other hosts, or none."""
 
 
 class TooLarge(CorruptChunk):
@@ -49,7 +42,7 @@ class TooLarge(CorruptChunk):
 
 
 class Reader:
-    """Runs batches of loads. `hangs` and `hangs_no_more` are told of threads that are held up."""
+    """Runs batches of loads."""
 
     def __init__(
         self,
@@ -62,11 +55,10 @@ class Reader:
         clock: Callable[[], float],
     ) -> None:
         self._remote, self._holdings, self._removals = remote, holdings, removals
-        self._finder, self._suspects, self._timers, self._clock = finder, suspects, timers, clock
+        self._finder, self._suspects, self._clock = finder, suspects, clock
         self.areas = Areas(remote.register)
         self.counts: Counter[str] = Counter()
-        self.hangs: Callable[[], None] = lambda: None
-        self.hangs_no_more: Callable[[], None] = lambda: None
+        self.watch = Watch(timers, clock)
 
     def run(self, batch: Sequence[Load], number: int) -> None:
         """Load a batch; each is reported once, by us or by its deadline."""
@@ -89,12 +81,17 @@ class Reader:
     def _by_host(self, batch: Sequence[Load]) -> dict[str, list[tuple[Load, Place]]]:
         """Who has them. Those that nobody has, or only a host that hangs, are ended."""
         wanted = [load for load in batch if load.open]
-        places = {load.job.chunk: place for load in wanted if (place := self._finder.place(load.job.chunk))}
+        places: dict[ChunkId, Place | None] = {
+            load.job.chunk: place for load in wanted if (place := self._finder.place(load.job.chunk))
+        }
         if unknown := list({load.job.chunk for load in wanted} - places.keys()):
-            places |= self._remote.places(unknown)
+            places |= self._remote.find(unknown)
         hosts: dict[str, list[tuple[Load, Place]]] = {}
         for load in wanted:
-            place = places.get(load.job.chunk)
+            if load.job.chunk not in places:
+                self.fail(load, "io")
+                continue
+            place = places[load.job.chunk]
             if place is None or self._holdings.is_leaving(load.job.chunk):
                 self._missing(load)
             elif self._suspects.hangs(place.endpoint):
@@ -117,14 +114,10 @@ class Reader:
         area = self.areas.of(number, sum(sizes))
         offsets = dict(zip(places, accumulate(sizes, initial=0), strict=False))
         targets = [area.span(offsets[chunk], place.length) for chunk, place in places.items()]
-        call = _Call(endpoint)
-        timer = self._timers.add(self._clock() + HANGS_S, lambda: self._call_hangs(call))
-        try:
+        with self.watch.call(lambda: self._hangs(endpoint)):
             codes = dict(zip(places, self._remote.get(list(places), targets), strict=True))
-        finally:
-            self._timers.cancel(timer)
-            if call.hangs:
-                self.hangs_no_more()
+        if all(code > 0 for code in codes.values()):
+            self._suspects.trust(endpoint)
         for load, place in loads:
             code = codes[load.job.chunk]
             if code == place.length:
@@ -134,15 +127,14 @@ class Reader:
                 self._missing(load)
             else:
                 complain("load", "a load from %s failed (code %d)", endpoint, code)
+                if not is_rpc_failure(code):
+                    self._suspects.suspect(endpoint, FAILED_S)
                 self._finder.forget([load.job.chunk])
                 self.fail(load, "io")
 
-    def _call_hangs(self, call: _Call) -> None:
-        call.hangs = True
-        self.counts["calls_hung"] += 1
-        complain("hang", "%s hangs: it is left alone for a while", call.endpoint)
-        self._suspects.suspect(call.endpoint)
-        self.hangs()
+    def _hangs(self, endpoint: str) -> None:
+        complain("hang", "%s hangs: it is left alone for a while", endpoint)
+        self._suspects.suspect(endpoint, HUNG_S)
 
     def _take(self, load: Load, area: Area, at: int, length: int) -> None:
         """Copy a chunk that has come into its slot, and verify it there."""

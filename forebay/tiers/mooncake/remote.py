@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from forebay.errors import TierUnavailable
@@ -16,7 +16,7 @@ from forebay.tiers.base import ChunkId
 from forebay.tiers.mooncake.library import load_library
 from forebay.tiers.mooncake.options import Address, MooncakeOptions
 
-CONNECT_S = 2.0
+CONNECT_S, _RECONNECT_S = 2.0, 0.5
 LOCAL_BUFFER_BYTES = 16 << 20
 """Memory that the library keeps for calls that we don't make."""
 
@@ -26,17 +26,12 @@ NOT_FOUND = -704
 LEASE_EXPIRED = -707
 """The chunk may have been evicted while it was read: what came may be something else."""
 _RPC = range(-999, -899)
-_TIMEOUT = -901
+_RPC_FAILED, _RPC_TIMEOUT = -900, -901
 
 
 def is_absent(code: int) -> bool:
     """Is there nothing under this key any more?"""
     return code in (NOT_FOUND, LEASE_EXPIRED)
-
-
-def is_timeout(code: int) -> bool:
-    """Has the master not answered in time?"""
-    return code == _TIMEOUT
 
 
 def is_rpc_failure(code: int) -> bool:
@@ -65,10 +60,10 @@ def span_of(memory: memoryview) -> Span:
     return Span(ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory))
 
 
-def route_to(address: Address) -> str:
+def route_to(address: Address, timeout_s: float = CONNECT_S) -> str:
     """This host's address that faces `address`. Raises TierUnavailable if nobody listens there."""
     try:
-        with socket.create_connection((address.host, address.port), CONNECT_S) as connection:
+        with socket.create_connection((address.host, address.port), timeout_s) as connection:
             return str(connection.getsockname()[0])
     except OSError as error:
         raise TierUnavailable(f"no mooncake_master answers on {address}: {error}") from error
@@ -81,8 +76,10 @@ class Remote:
         """Connect. Raises ConfigError without the library, TierUnavailable without a master."""
         facing = route_to(options.address)  # the library itself would try for a minute and a half
         hostname = options.hostname or facing
-        library = load_library(name, options, hostname)
+        library = load_library(name, options)
         self._prefix = options.prefix
+        self._master = options.address
+        self._master_failed = False
         self._config = library.ReplicateConfig()
         self._config.replica_num = options.replicas
         self._store = library.MooncakeDistributedStore()
@@ -95,6 +92,18 @@ class Remote:
                 f"tier {name!r}: Mooncake can't join the pool of {options.master} as {hostname} over "
                 f"{options.protocol} with a segment of {options.segment_bytes} bytes (code {code})"
             )
+
+    def _asked(self, count: int, ask: Callable[[], Iterable[int]]) -> list[int]:
+        """Codes of a call that takes the master. After one that failed, it is first seen whether anybody listens:
+        without, the library would try for seconds each time."""
+        if self._master_failed:
+            try:
+                route_to(self._master, _RECONNECT_S)
+            except TierUnavailable:
+                return [_RPC_FAILED] * count
+        codes = [int(code) for code in ask()]
+        self._master_failed = any(is_rpc_failure(code) for code in codes)
+        return codes
 
     def key(self, chunk: ChunkId) -> str:
         """A chunk's name in the pool."""
@@ -111,7 +120,9 @@ class Remote:
         keys = [self.key(chunk) for chunk in chunks]
         addresses = [[span.address for span in spans] for spans in parts]
         sizes = [[span.length for span in spans] for spans in parts]
-        return list(self._store.batch_put_from_multi_buffers(keys, addresses, sizes, self._config))
+        return self._asked(
+            len(keys), lambda: self._store.batch_put_from_multi_buffers(keys, addresses, sizes, self._config)
+        )
 
     def get(self, chunks: Sequence[ChunkId], targets: Sequence[Span]) -> list[int]:
         """Read values into memory. The length of each, or a code.
@@ -119,14 +130,24 @@ class Remote:
         A call that fails may leave transfers behind that write into the targets later.
         """
         keys = [self.key(chunk) for chunk in chunks]
-        return list(self._store.batch_get_into(keys, [t.address for t in targets], [t.length for t in targets]))
+        addresses, sizes = [target.address for target in targets], [target.length for target in targets]
+        return self._asked(len(keys), lambda: self._store.batch_get_into(keys, addresses, sizes))
 
     def exist(self, chunks: Sequence[ChunkId]) -> list[int]:
         """1 or 0 each, or a code. A host that died counts as there until the master has noticed."""
-        return list(self._store.batch_is_exist([self.key(chunk) for chunk in chunks]))
+        keys = [self.key(chunk) for chunk in chunks]
+        return self._asked(len(keys), lambda: self._store.batch_is_exist(keys))
 
-    def places(self, chunks: Sequence[ChunkId]) -> dict[ChunkId, Place]:
-        """Length and host of those that are there, as far as the master knows."""
+    def find(self, chunks: Sequence[ChunkId]) -> dict[ChunkId, Place | None]:
+        """Length and host of each, as far as the master knows; None if it has none. A chunk for which it didn't
+        answer in time isn't in the result; without a master there is nothing."""
+        codes = dict(zip(chunks, self.exist(chunks), strict=True))
+        there = [chunk for chunk, code in codes.items() if code == 1]
+        # Only of those: for others the library writes a line into the log.
+        places = self._places(there) if there else {}
+        return {chunk: places.get(chunk) for chunk, code in codes.items() if code != _RPC_TIMEOUT}
+
+    def _places(self, chunks: Sequence[ChunkId]) -> dict[ChunkId, Place]:
         by_key = {self.key(chunk): chunk for chunk in chunks}
         found = {}
         for key, replicas in self._store.batch_get_replica_desc(list(by_key)).items():
@@ -137,11 +158,13 @@ class Remote:
 
     def remove(self, chunks: Sequence[ChunkId]) -> list[int]:
         """Remove at once, also what somebody is reading: their checksums, or their lease, tell them. Codes."""
-        return list(self._store.batch_remove([self.key(chunk) for chunk in chunks], True))
+        keys = [self.key(chunk) for chunk in chunks]
+        return self._asked(len(keys), lambda: self._store.batch_remove(keys, True))
 
     def remove_all(self) -> int:
         """Remove everything with our prefix, whoever stored it. How many, or a code."""
-        return int(self._store.remove_by_regex(f"^{self._prefix.replace('.', '[.]')}/", True))
+        pattern = f"^{self._prefix.replace('.', '[.]')}/"
+        return self._asked(1, lambda: [self._store.remove_by_regex(pattern, True)])[0]
 
     def close(self) -> None:
         """Take the segment back, with what it holds. Blocks for a second, longer without a master."""

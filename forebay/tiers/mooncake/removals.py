@@ -33,7 +33,7 @@ class Removals:
         finder: Finder,
         outbox: Outbox,
         each_sweep: Callable[[], None],
-        sweep_s: float = SWEEP_S,
+        sweep_s: float,
     ) -> None:
         """`each_sweep` is called beside every sweep, on the same thread."""
         self._remote = remote

@@ -7,8 +7,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-SUSPECT_S = 15.0
-"""Longer than a master takes to notice by default (10 s), after which it names other hosts, or none."""
 HOSTS_MAX = 1024
 
 
@@ -23,13 +21,18 @@ class Suspects:
     def __len__(self) -> int:
         return len(self._until)
 
-    def suspect(self, endpoint: str) -> None:
-        """A call to this host has taken too long."""
+    def suspect(self, endpoint: str, seconds: float) -> None:
+        """A call to this host has failed, or taken too long."""
         with self._lock:
             self._until.pop(endpoint, None)
             if len(self._until) >= HOSTS_MAX:
                 self._until.popitem(last=False)
-            self._until[endpoint] = self._clock() + SUSPECT_S
+            self._until[endpoint] = self._clock() + seconds
+
+    def trust(self, endpoint: str) -> None:
+        """It has answered."""
+        with self._lock:
+            self._until.pop(endpoint, None)
 
     def hangs(self, endpoint: str) -> bool:
         """Is it to be left alone for now?"""

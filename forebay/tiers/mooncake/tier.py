@@ -36,7 +36,7 @@ from forebay.tiers.mooncake.loads import Load
 from forebay.tiers.mooncake.options import MooncakeOptions, mooncake_options
 from forebay.tiers.mooncake.reader import Reader
 from forebay.tiers.mooncake.remote import Remote
-from forebay.tiers.mooncake.removals import Removals
+from forebay.tiers.mooncake.removals import SWEEP_S, Removals
 from forebay.tiers.mooncake.suspects import Suspects
 from forebay.tiers.mooncake.timers import Timers
 from forebay.tiers.mooncake.work import BatchPool
@@ -60,8 +60,10 @@ class MooncakeTier(SecondaryTier):
         *,
         remote: Callable[[str, MooncakeOptions], Remote] = Remote,
         clock: Callable[[], float] = time.monotonic,
+        sweep_s: float = SWEEP_S,
     ) -> None:
-        """Join the pool. Raises ConfigError, TierUnavailable. `remote` makes the pool's client."""
+        """Join the pool. Raises ConfigError, TierUnavailable. `remote` makes the pool's client; every `sweep_s` it is
+        asked what has left it."""
         self.name = name
         self.options = found = mooncake_options(name, options)
         self._clock = clock
@@ -73,8 +75,10 @@ class MooncakeTier(SecondaryTier):
         self._suspects = Suspects(clock)
         self._timers = Timers(clock)
         self._finder = Finder(self._remote, self._holdings, self._suspects, self._outbox.wake, clock)
-        self._removals = Removals(self._remote, self._holdings, self._finder, self._outbox, self._ask_pool)
-        self._writer = Writer(self._remote, self._holdings, self._removals, self._finder, self._outbox)
+        self._removals = Removals(self._remote, self._holdings, self._finder, self._outbox, self._ask_pool, sweep_s)
+        self._writer = Writer(
+            self._remote, self._holdings, self._removals, self._finder, self._outbox, self._timers, clock
+        )
         self._reader = Reader(
             self._remote, self._holdings, self._removals, self._finder, self._suspects, self._timers, clock
         )
@@ -86,7 +90,8 @@ class MooncakeTier(SecondaryTier):
             "mooncake-read", found.read_threads, found.read_queue_bytes, BATCH_BYTES, BATCH_JOBS,
             self._reader.run, lambda load: self._reader.fail(load, "dropped"),
         )  # fmt: skip
-        self._reader.hangs, self._reader.hangs_no_more = self._readers.hangs, self._readers.hangs_no_more
+        for watch, threads in ((self._reader.watch, self._readers), (self._writer.watch, self._writers)):
+            watch.hangs, watch.hangs_no_more = threads.hangs, threads.hangs_no_more
         self._dropped = 0
         self._removals.start()
 
@@ -158,7 +163,9 @@ class MooncakeTier(SecondaryTier):
         return answers[0]
 
     def statistics(self) -> TierStats:
-        holdings, parts = self._holdings, (self._reader, self._writer, self._finder, self._removals)
+        holdings, parts = self._holdings, (
+            self._reader, self._writer, self._finder, self._removals, self._reader.watch, self._writer.watch,
+        )  # fmt: skip
         values: dict[str, float] = {}
         for part in parts:
             for key, count in part.counts.items():
@@ -169,7 +176,7 @@ class MooncakeTier(SecondaryTier):
             "queue_bytes": self._readers.bytes + self._writers.bytes,
             "read_queue_bytes": self._readers.bytes, "write_queue_bytes": self._writers.bytes,
             "jobs_dropped": self._dropped, "segment_bytes": self.options.segment_bytes,
-            "threads_hanging": self._readers.hanging, "hosts_suspected": len(self._suspects),
+            "threads_hanging": self._readers.hanging + self._writers.hanging, "hosts_suspected": len(self._suspects),
             "lookups_waiting": self._finder.waiting, "lookups_known": len(self._finder),
             "timers": len(self._timers), "changes_waiting": self._outbox.waiting,
             "area_bytes": self._reader.areas.bytes + self._writer.areas.bytes,

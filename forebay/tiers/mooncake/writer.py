@@ -19,6 +19,8 @@ from forebay.tiers.mooncake.holdings import Holdings
 from forebay.tiers.mooncake.memory import Areas
 from forebay.tiers.mooncake.remote import NO_ROOM, Remote, span_of
 from forebay.tiers.mooncake.removals import Removals
+from forebay.tiers.mooncake.timers import Timers
+from forebay.tiers.mooncake.watch import Watch
 
 log = logging.getLogger("forebay.tier.mooncake")
 
@@ -58,10 +60,13 @@ class Writer:
         removals: Removals,
         finder: Finder,
         outbox: Outbox,
+        timers: Timers,
+        clock: Callable[[], float],
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._remote, self._holdings, self._removals = remote, holdings, removals
         self._finder, self._outbox, self._sleep = finder, outbox, sleep
+        self.watch = Watch(timers, clock)
         self._lock = threading.Lock()
         self._evicting = threading.Lock()
         self._followers: dict[ChunkId, list[StoreWork]] = {}
@@ -160,7 +165,8 @@ class Writer:
             area.memory[at : at + length] = one.slot.block
             parts.append([area.span(at, length), span_of(one.slot.payload)])
             at += length
-        return self._remote.put([one.work.job.chunk for one in ready], parts)
+        with self.watch.call():
+            return self._remote.put([one.work.job.chunk for one in ready], parts)
 
     def _ended(self, one: _Ready, code: int) -> str:
         """Enter one chunk's end into the account; returns why it failed, empty if it didn't."""

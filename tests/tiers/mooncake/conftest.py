@@ -18,7 +18,7 @@ class Borrowed(Remote):
     library two seconds. What these tiers lend and register is the owner's business."""
 
     def __init__(self, owner: Remote, prefix: str) -> None:
-        self._store, self._config, self._prefix = owner._store, owner._config, prefix
+        vars(self).update(vars(owner) | {"_prefix": prefix})
 
     def register(self, memory: memoryview) -> bool:
         return True
@@ -32,7 +32,7 @@ class SharedPool:
 
     def __init__(self, master: mooncake.Master) -> None:
         self.master = master
-        options = {"master": str(master.address), "segment_bytes": SHARED_BYTES}
+        options = {"master": str(master.address), "segment_bytes": SHARED_BYTES, "trusted_network": True}
         self.owner = Remote("owner", mooncake_options("owner", options))
         self._serial = itertools.count()
 

@@ -44,8 +44,8 @@ class TestMooncakeTier(TierConformance):
 
     def options(self, quota: int) -> dict[str, OptionValue]:
         return {
-            "master": str(self.shared.master.address), "segment_bytes": 0, "quota_bytes": quota,
-            "write_queue_bytes": QUEUE,
+            "master": str(self.shared.master.address), "trusted_network": True, "segment_bytes": 0,
+            "quota_bytes": quota, "write_queue_bytes": QUEUE,
         }  # fmt: skip
 
     def damage(self, driver: Driver, chunk: Made) -> None:
