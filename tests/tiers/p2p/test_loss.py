@@ -49,10 +49,9 @@ def test_a_source_that_hangs_is_a_miss_within_the_deadline_and_soon_not_even_ask
     b.until(lambda v: b.lookup(TOKENS).hit == len(TOKENS))
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("bulk", ["auto", "frames"])
+@pytest.mark.parametrize(("bulk", "sign"), [("auto", signal.SIGSTOP), ("frames", signal.SIGKILL)])
 def test_a_source_that_goes_in_the_middle_of_transfers_costs_the_rest_alone(
-    make_store: MakeStore, sign: signal.Signals, bulk: str
+    make_store: MakeStore, bulk: str, sign: signal.Signals
 ) -> None:
     """Loads of many chunks are under way when it goes; what came is whole, what didn't is a miss, nothing is stuck."""
     long = list(range(1, 64 * CHUNK + 1))
@@ -71,7 +70,8 @@ def test_a_source_that_goes_in_the_middle_of_transfers_costs_the_rest_alone(
             assert found.hit <= hit < len(long) or hit == len(long)
             b.until_tier(lambda v: v["loads_running"] == 0 and v["load_queue_bytes"] == 0)
         finally:
-            os.kill(pid, signal.SIGCONT) if sign == signal.SIGSTOP else None
+            if sign == signal.SIGSTOP:
+                os.kill(pid, signal.SIGCONT)
     a.until(lambda v: v.get("tier.p2p.source.connected", 0) == 1)
     b.sees("a")
     b.until(lambda v: b.lookup(long).hit == len(long))
