@@ -32,7 +32,8 @@ FORGOTTEN_S = 5.0
 class PoolWorld(World):
     kind = sick_kind = "mooncake"
     persistent = False
-    slack = 8
+    tells_length = False  # the pool is asked, and tells of whatever another host has put there
+    slack = 64
 
     def __init__(self, folder: Path, seed: int) -> None:
         super().__init__(folder, seed)

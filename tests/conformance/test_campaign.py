@@ -109,7 +109,7 @@ def test_a_tier_with_a_mistake_does_not_pass(mistake: type, words: str, tmp_path
 
     WORLDS["mistaken"] = World
     try:
-        said = "\n".join(campaign.run("mistaken", 300, 2, tmp_path, {}).wrong)
+        said = "\n".join(campaign.run("mistaken", 140, 2, tmp_path, {}).wrong)
     finally:
         del WORLDS["mistaken"]
     assert any(word in said for word in words.split("|")), said

@@ -31,6 +31,8 @@ class World(ABC):
     persistent = True
     partial = False
 
+    tells_length = True
+    """Does a lookup know how long a chunk was when it was stored, whatever has become of it?"""
     slack = 0
     """Descriptors that what is here, in the campaign's own process, may open meanwhile: a library's connections."""
     chunks: Sequence[Made] = ()

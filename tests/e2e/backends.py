@@ -12,6 +12,7 @@ import pytest
 
 from forebay.errors import StoreError
 from forebay.kvstore.client import StoreClient
+from forebay.testing import mooncake
 from forebay.testing.buckets import SeaweedFS
 from forebay.testing.cluster import free_port, wait_for
 
@@ -118,4 +119,27 @@ class Peer(Backend):
         assert self.process.wait(30) == 0
 
 
-BACKENDS: tuple[Callable[[Path], Backend], ...] = (Files, Bucket, Peer)
+class Pooled(Backend):
+    """A pool of which another host lends the memory."""
+
+    name = "mooncake"
+    partial = False
+
+    def open(self) -> None:
+        if why := mooncake.why_not():
+            pytest.skip(why)
+        self.master = mooncake.Master(self.folder).start()
+        self.member = mooncake.Member(self.master, 128 << 20)
+
+    def tiers(self, store: str) -> str:
+        return (
+            f'[tiers.mooncake]\nkind = "mooncake"\nmaster = "{self.master.address}"\nsegment_bytes = 0\n'
+            "trusted_network = true\n"
+        )
+
+    def close(self) -> None:
+        self.member.kill()
+        self.master.kill()
+
+
+BACKENDS: tuple[Callable[[Path], Backend], ...] = (Files, Bucket, Peer, Pooled)
