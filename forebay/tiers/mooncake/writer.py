@@ -26,7 +26,7 @@ log = logging.getLogger("forebay.tier.mooncake")
 
 POOL_FULL_WAIT_S = 0.1
 """A full pool evicts in the background; after so long a store is tried once more."""
-ROOM_TRIES = 16
+ROOM_TRIES, ROOM_WAIT_S = 16, 0.02
 IO = -1
 """Stands for a call that raised."""
 
@@ -113,20 +113,21 @@ class Writer:
                 complain("slot", "a slot is not stored: %s", error)
                 reasons[work.job.id] = "corrupt"
                 continue
-            reason = self._make_room(work.job)
+            reason = self._make_room(work.job, wait=not ready)
             if reason == "full" and ready:
                 # What this batch has reserved can't be evicted before it is stored.
                 self._put(ready, number, reasons)
                 ready = []
-                reason = self._make_room(work.job)
+                reason = self._make_room(work.job, wait=True)
             reasons[work.job.id] = reason
             if not reason:
                 ready.append(_Ready(work, slot))
         if ready:
             self._put(ready, number, reasons)
 
-    def _make_room(self, job: StoreJob) -> str:
-        """Reserve room in the quota. Returns why there is none, empty if there is."""
+    def _make_room(self, job: StoreJob, *, wait: bool) -> str:
+        """Reserve room in the quota. Returns why there is none, empty if there is. `wait` a little for what other
+        threads are storing: then it can be evicted."""
         if self._holdings.quota and job.length > self._holdings.quota:
             return "quota"
         for _ in range(ROOM_TRIES):
@@ -137,7 +138,9 @@ class Writer:
             with self._evicting:
                 coldest = self._holdings.leave_coldest(job.length)
                 if not coldest and not self._holdings.is_leaving(job.chunk):
-                    return "full"
+                    if not wait:
+                        return "full"
+                    self._sleep(ROOM_WAIT_S)
                 self._finder.forget([left.chunk for left in coldest])
                 if not self._removals.remove(coldest):
                     return "io"
