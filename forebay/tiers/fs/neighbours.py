@@ -194,9 +194,11 @@ class Neighbours:
 
     def _work(self) -> None:
         while not self._closing.wait(POLL_S) and self._outbox.failure is None:
-            self._outbox.wait_for_room()
             try:
-                self.turn()
+                if self._outbox.has_room:
+                    self.turn()
+                else:  # the daemon takes no changes just now; the others shall see all the same that we live
+                    self._present()
             except lmdb.Error as error:
                 self._outbox.manifest_error(error)
             except OSError as error:
@@ -204,6 +206,19 @@ class Neighbours:
 
     def turn(self) -> None:
         """One look at everything. OSError and lmdb.Error pass through; the next turn tries again."""
+        table = self._present()
+        if table is None:
+            return
+        self._journal.flush()
+        self._answer()
+        self._meet(table)
+        for mirror in self.mirrors:
+            mirror.follow()
+        self._settle(table, table.seats[self.seat.number])
+        self._work_on(table)
+
+    def _present(self) -> Table | None:
+        """Show that we live, if the seat is still ours: the table, or None if it isn't."""
         claims = self.seat.claims
         table = claims.read()
         mine = table.seats.get(self.seat.number)
@@ -216,19 +231,11 @@ class Neighbours:
                 f"another store has taken over {self.seat.paths.root}: this one had stood still for too long"
             )
             self._outbox.wake()
-            return
+            return None
         if self.seat.signs.beat:
             self._pulse.beat()
         self._well_at = time.monotonic()
-        self._journal.flush()
-        self._answer()
-        self._meet(table)
-        for mirror in self.mirrors:
-            mirror.follow()
-            while mirror.reap():
-                pass
-        self._settle(table, mine)
-        self._work_on(table)
+        return table
 
     def _answer(self) -> None:
         """Do what others have asked for; a request lies there until its files are gone."""
@@ -243,7 +250,7 @@ class Neighbours:
                     self._shelf.vanished(chunk)
                 self._applied.add(received.name)
                 self.counts["requests"] += 1
-                self._shelf.reap()
+                self._kick()
             if request.scope is None or not self._shelf.ledger.leaving:
                 self._requests.done(received.name)
         self._applied &= names
@@ -315,7 +322,7 @@ class Neighbours:
     def _work_on(self, table: Table) -> None:
         until = time.monotonic() + WORK_S
         for mirror in self.mirrors:
-            while time.monotonic() < until and mirror.step():
+            while time.monotonic() < until and (mirror.reap() or mirror.step()):
                 pass
         while self._retiring and time.monotonic() < until:
             if next(self._retiring[0], None) is None:

@@ -57,6 +57,11 @@ class Outbox:
             while self._open and len(self._changes) >= CHANGES_MAX:
                 self._changed.wait()
 
+    @property
+    def has_room(self) -> bool:
+        """Has the loop caught up with the changes?"""
+        return len(self._changes) < CHANGES_MAX
+
     def take_results(self) -> list[JobResult]:
         """All results since the last call."""
         return _drain(self._results)

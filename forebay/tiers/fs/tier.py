@@ -142,6 +142,8 @@ class FsTier(SecondaryTier):
                 self._neighbours.forget_old()
                 self._neighbours.look()
         except BaseException:
+            self._neighbours.stop()
+            self._neighbours.close()
             manifest.close()
             raise
         self._readers = self._new_pool("fs-read", options.read_threads, options.read_queue_bytes)
