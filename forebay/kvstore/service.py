@@ -22,29 +22,24 @@ from forebay.kvstore.extents import ClientLocks, PoolFiles
 from forebay.kvstore.header import TENANT_BYTES_MAX, SlotState
 from forebay.kvstore.identity import (
     KEY_BYTES,
-    MATCH_UNIT,
-    Namespace,
-    chunk_key,
     chunk_keys,
     decode_namespace,
     encode_namespace,
 )
 from forebay.kvstore.layout import check_shard
 from forebay.kvstore.lookup import Pinned, Prompt, match
-from forebay.kvstore.promises import Promises, check_batch, checked_retention
+from forebay.kvstore.promises import Promises, check_batch
 from forebay.kvstore.protocol import (
     BATCH_ITEMS_MAX,
     DEADLINE_S_MAX,
     EXTRA_BYTES_MAX,
     LOOKUP_TOKENS_MAX,
-    WRITERS_MAX,
     Abort,
     Check,
     Checked,
     ChunkRead,
     Clear,
     Commit,
-    Committed,
     Damaged,
     Explain,
     Explained,
@@ -58,14 +53,12 @@ from forebay.kvstore.protocol import (
     Join,
     List,
     Lookup,
-    NewChunk,
     Pin,
     Register,
     Registered,
     Release,
     Request,
     Reserve,
-    Reserved,
     Rows,
     Stats,
     Touch,
@@ -79,6 +72,7 @@ from forebay.kvstore.reader import Reader
 from forebay.kvstore.readopt import is_intact
 from forebay.kvstore.server import Answer, Connection
 from forebay.kvstore.writers import Writers
+from forebay.kvstore.writing import Writing, known_namespace
 from forebay.tiers.base import JobResult, LookupResult, StoreJob, TierChange
 
 if TYPE_CHECKING:
@@ -113,6 +107,7 @@ class StoreService:
         self.cascade = Cascade(self.core)
         self.reader = Reader(self.core, self.cascade, self.tiers, lambda entry: is_intact(self.pool, entry))
         self.promises = Promises(self.core, self.cascade, self.tiers, self.boot)
+        self.writing = Writing(self.core, self.boot, self._published)
         self.writers = Writers(self.core, self.locks, self._end_connection)
         self.core.chores.wake = self._work_soon
         self.demand = Demand(self.core)
@@ -187,17 +182,10 @@ class StoreService:
                 return self._lookup(connection, client, request)
             case Warm():
                 return self._warm(connection, client, request)
-            case Reserve():
-                return self._reserve(client, request)
-            case Commit():
-                return self._commit(client, request)
+            case Reserve() | Commit() | Abort():
+                return self.writing.handle(client, request)
             case Hold() | Join() | Release() | Pin() | Unpin() | Touch() | Clear():
                 return self.promises.handle(client, request)
-            case Abort():
-                check_batch(len(request.reservations))
-                for reservation in request.reservations:
-                    self.core.abort(client, reservation)
-                return None
             case Damaged():
                 self._damaged(request)
                 return None
@@ -259,7 +247,7 @@ class StoreService:
 
     def _prompt(self, request: Lookup | Explain, limit: int) -> Prompt:
         """The question of a request, checked. Raises RequestRefused."""
-        namespace = self._namespace(request.namespace)
+        namespace = known_namespace(self.core, request.namespace)
         if len(request.tokens) > 4 * LOOKUP_TOKENS_MAX or len(request.extra) > EXTRA_BYTES_MAX:
             raise RequestRefused("limits", f"a lookup has at most {LOOKUP_TOKENS_MAX} tokens")
         if isinstance(request, Lookup) and len(request.tenant.encode()) > TENANT_BYTES_MAX:
@@ -299,7 +287,7 @@ class StoreService:
         return self._found(request, prompt, pinned, origins, pending)
 
     async def _warm(self, connection: Connection, client: Client, request: Warm) -> Warmed:
-        namespace = self._namespace(request.namespace)
+        namespace = known_namespace(self.core, request.namespace)
         tokens = len(request.keys) // KEY_BYTES * namespace.chunk_tokens
         if len(request.keys) % KEY_BYTES or tokens > LOOKUP_TOKENS_MAX or len(request.extra) > EXTRA_BYTES_MAX:
             limits = f"a chain to warm has 32-byte keys, of at most {LOOKUP_TOKENS_MAX} tokens in all"
@@ -318,12 +306,6 @@ class StoreService:
         self.core.counters.add("store.warms")
         brought = _tokens_by_tier(prompt, pinned, origins)
         return Warmed(rid=request.rid, boot=self.boot, hit=pinned.hit, from_tier=brought, pending=pending)
-
-    def _namespace(self, namespace_id: bytes) -> Namespace:
-        namespace = self.core.namespaces.get(namespace_id)
-        if namespace is None:
-            raise RequestRefused("namespace", f"namespace {namespace_id.hex()[:16]} isn't registered here")
-        return namespace
 
     def _found(
         self, request: Lookup, prompt: Prompt, pinned: Pinned, origins: dict[Entry, str], pending: bool
@@ -349,58 +331,9 @@ class StoreService:
             from_tier=from_tier, pending=pending, lease_ms=int(self.core.lease_seconds(prompt.lease_s) * 1000),
         )  # fmt: skip
 
-    def _reserve(self, client: Client, request: Reserve) -> Reserved:
-        namespace = self._namespace(request.namespace)
-        if len(request.chunks) > BATCH_ITEMS_MAX or len(request.tenant.encode()) > TENANT_BYTES_MAX:
-            limits = f"at most {BATCH_ITEMS_MAX} chunks a batch, tenant ids of {TENANT_BYTES_MAX} bytes"
-            raise RequestRefused("limits", limits)
-        for chunk in request.chunks:
-            self._check_chunk(namespace.chunk_tokens, len(namespace.groups), chunk)
-        retain_s = checked_retention(request.retain_s)
-        if not 1 <= request.writers <= (WRITERS_MAX if client.group else 1):
-            limits = f"a chunk has 1 to {WRITERS_MAX} writers, several only of one group"
-            raise RequestRefused("limits", limits)
-        slots = [
-            self.core.reserve(
-                client, request.namespace, request.tenant, chunk, retain_s=retain_s, writers=request.writers
-            )
-            for chunk in request.chunks
-        ]
-        return Reserved(rid=request.rid, boot=self.boot, slots=slots)
-
-    @staticmethod
-    def _check_chunk(chunk_tokens: int, groups: int, chunk: NewChunk) -> None:
-        tokens = len(chunk.tokens) // 4
-        where = f"[{chunk.start}, {chunk.start + tokens}) of group {chunk.group}"
-        if (
-            not 0 <= chunk.group < groups
-            or len(chunk.key) != KEY_BYTES
-            or len(chunk.parent) != KEY_BYTES
-            or chunk.start < 0
-            or chunk.start % chunk_tokens
-            or not 0 < tokens <= chunk_tokens
-            or len(chunk.tokens) % (4 * MATCH_UNIT)
-            or len(chunk.extra) > EXTRA_BYTES_MAX
-        ):
-            raise RequestRefused("limits", f"chunk {where} isn't one of its namespace")
-        if chunk_key(chunk.parent, chunk.tokens, chunk.extra) != chunk.key:
-            raise RequestRefused("limits", f"the key of chunk {where} doesn't follow from its parent and tokens")
-
-    def _commit(self, client: Client, request: Commit) -> Committed:
-        check_batch(len(request.chunks))
-        committed, to_hash = 0, []
-        for written in request.chunks:
-            if not written.checksums:
-                if self.core.reservations.part_written(client, written.reservation):
-                    to_hash.append(written.reservation)
-                continue
-            entry = self.core.commit(client, written.reservation, written.checksums)
-            if entry is not None:
-                committed += 1
-                self.demand.stored(entry)
-                self.spread(entry)
-                self.core.unpin(entry)
-        return Committed(rid=request.rid, boot=self.boot, committed=committed, to_hash=to_hash)
+    def _published(self, entry: Entry) -> None:
+        self.demand.stored(entry)
+        self.spread(entry)
 
     def spread(self, entry: Entry) -> None:
         """Copy a committed chunk to the tiers that want it now, and what it may displace to those that want that."""

@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
+from forebay.errors import StoreUnavailable
 from forebay.ipc.framing import FrameBuffer
+from forebay.kvstore.client import AsyncStoreClient
 from forebay.kvstore.core import Client
 from forebay.kvstore.limits import Limits
 from forebay.kvstore.protocol import (
@@ -20,6 +25,7 @@ from forebay.kvstore.protocol import (
     Damaged,
     Hello,
     List,
+    NewChunk,
     Part,
     Refused,
     Release,
@@ -31,7 +37,8 @@ from forebay.kvstore.protocol import (
     Written,
 )
 from forebay.kvstore.server import Connection
-from tests.kvstore.running import Store
+from tests.faults.inprocess import SPEC, InProcessDaemon, config, started
+from tests.kvstore.running import Store, prompt_of
 
 HELLO = Hello(rid=1, client=os.urandom(16), kind="raw")
 MORE = BATCH_ITEMS_MAX + 1
@@ -106,3 +113,61 @@ def test_an_answer_that_is_longer_than_a_frame_is_refused_in_words() -> None:
 
     told = asyncio.run(talk())
     assert isinstance(told, Refused) and told.code == "limits" and "less in one batch" in told.message
+
+
+def long_reserve(count: int = 2000) -> list[NewChunk]:
+    return [prompt_of(SPEC, [serial] * 32).chunk(0, 0) for serial in range(count)]
+
+
+def with_daemon(folder: Path, use: Callable[[InProcessDaemon, AsyncStoreClient], Awaitable[None]]) -> None:
+    async def run() -> None:
+        (folder / "pool").mkdir()
+        daemon = InProcessDaemon(config(folder, files=False))
+        ended = await started(daemon)
+        client = AsyncStoreClient(f"unix://{daemon.config.socket}")
+        await client.connect()
+        await client.register(SPEC)
+        await use(daemon, client)
+        await client.close()
+        daemon.stop()
+        assert await ended == 0
+
+    asyncio.run(run())
+
+
+def test_others_are_answered_while_a_long_batch_is_worked_off(tmp_path: Path) -> None:
+    async def use(daemon: InProcessDaemon, client: AsyncStoreClient) -> None:
+        other = AsyncStoreClient(f"unix://{daemon.config.socket}")
+        await other.connect()
+        chunks = long_reserve()
+        reserving, answers = asyncio.create_task(client.reserve(SPEC.id, "", chunks)), 0
+        while not reserving.done():
+            await other.list_chunks(limit=1)
+            answers += 1
+        assert answers > 5
+        slots = (await reserving).slots
+        assert len(slots) == len(chunks)
+        given = [slot.reservation for slot in slots if slot.status == "reserved"]
+        assert (await client.commit([Written(number, bytes(16)) for number in given])).committed == len(given) > 0
+        await other.close()
+
+    with_daemon(tmp_path, use)
+
+
+def test_a_client_that_ends_within_its_batch_leaves_nothing_behind(tmp_path: Path) -> None:
+    async def use(daemon: InProcessDaemon, client: AsyncStoreClient) -> None:
+        leaving = AsyncStoreClient(f"unix://{daemon.config.socket}")
+        await leaving.connect()
+        reserving = asyncio.create_task(leaving.reserve(SPEC.id, "", long_reserve()))
+        while not daemon.service.core.reservations.bytes:
+            await asyncio.sleep(0)
+        await leaving.close()
+        with suppress(StoreUnavailable):
+            await reserving
+        values: dict[str, float] = {"store.chores": 1}
+        while values["store.chores"] or values["store.connections"] > 1 or values["host.bytes_used"]:
+            await asyncio.sleep(0.01)
+            values = (await client.stats()).values
+        assert values["host.reserved_bytes"] == values["host.quarantined_bytes"] == 0
+
+    with_daemon(tmp_path, use)
