@@ -46,6 +46,8 @@ CHUNKS, IN_FLIGHT, SLOTS = 120, 16, 48
 GRANULES = (16, 1000, 4096, 4096, 20_000, 50_000)
 PATIENCE = Patience(start_s=30, heartbeat_s=0.2, hang_s=1.5, store_s=2.5, backoff_first_s=0.05, backoff_max_s=0.2)
 DEADLINE_S = 1.0
+CALM_S = 30.0
+"""The deadline when all is calm: there, a slow machine must not pass for a tier that fails."""
 READY_S = 10.0
 HANG_S = 60.0
 """By far longer than the patience above and a new process take: a job that is open by then is never reported."""
@@ -74,7 +76,12 @@ class Tally:
 class Part:
     """One part: a host over the world's storage, and drawn operations against it."""
 
-    def __init__(self, world: World, rng: random.Random, chunks: list[Made], *, lies: bool) -> None:
+    def __init__(
+        self, world: World, rng: random.Random, chunks: list[Made], *, lies: bool = False,
+        patience: Patience = PATIENCE, deadline_s: float = DEADLINE_S,
+    ) -> None:  # fmt: skip
+        self.patience = patience
+        self.deadline_s = deadline_s
         self.world = world
         self.rng = rng
         self.chunks = chunks
@@ -88,7 +95,7 @@ class Part:
 
     async def start(self, kind: str, options: Mapping[str, OptionValue]) -> None:
         self.host = TierHost(
-            "tier", kind, options, on_finished=self._finished, on_changes=self._changed, patience=PATIENCE
+            "tier", kind, options, on_finished=self._finished, on_changes=self._changed, patience=self.patience
         )
         await self.host.start({0: self.slots.pool.descriptor})
         for namespace in NAMESPACES:
@@ -157,7 +164,7 @@ class Part:
 
     def load(self, chunk: Made) -> None:
         self.serial += 1
-        job = LoadJob(self.serial, chunk.id, 0, self.slots.take(), len(chunk.payload), DEADLINE_S)
+        job = LoadJob(self.serial, chunk.id, 0, self.slots.take(), len(chunk.payload), self.deadline_s)
         self._opened(job, chunk)
         self.host.load([job])
 
@@ -322,7 +329,7 @@ async def campaign(world: World, operations: int, seed: int, faults: FaultRates 
         await part.run(count, 0.02)
         await part.finish()
     world.calm()
-    part = parts["calm"] = Part(world, rng, chunks, lies=False)
+    part = parts["calm"] = Part(world, rng, chunks, patience=Patience(), deadline_s=CALM_S)
     await part.start(world.kind, world.options())
     await settled(part, calm)
     await part.finish()
