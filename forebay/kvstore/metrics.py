@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 REQUEST_BYTES_MAX = 8192
 REQUEST_S_MAX = 5.0
+SCRAPES_MAX = 32
+"""At a time. Anybody on this machine may ask, and mustn't take the descriptors that clients need."""
 BY_TENANT = {
     "bytes": "bytes of slots that it holds",
     "quota": "bytes that it may hold at most",
@@ -62,6 +64,7 @@ class MetricsServer:
     def __init__(self, address: str | None, service: StoreService) -> None:
         self._address, self._service = address, service
         self._server: asyncio.AbstractServer | None = None
+        self._scrapes = 0
 
     async def start(self) -> None:
         """Listen, if an address was given. Raises ConfigError off loopback, AlreadyRunning if it is taken."""
@@ -83,10 +86,23 @@ class MetricsServer:
             self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._scrapes >= SCRAPES_MAX:
+            writer.transport.abort()
+            return
+        self._scrapes += 1
+        try:
+            await self._answer(reader, writer)
+            writer.close()
+            await asyncio.wait_for(writer.wait_closed(), REQUEST_S_MAX)
+        except (TimeoutError, ConnectionError):  # it doesn't read
+            writer.transport.abort()
+        finally:
+            self._scrapes -= 1
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), REQUEST_S_MAX)
         except (asyncio.LimitOverrunError, asyncio.IncompleteReadError, TimeoutError, ConnectionError):
-            writer.close()
             return
         found = head.startswith((b"GET /metrics ", b"GET / "))
         body = await self._figures() if found else b"only /metrics is here\n"
@@ -96,7 +112,6 @@ class MetricsServer:
             b"HTTP/1.1 %s\r\nContent-Type: %s\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s"
             % (status, kind, len(body), body)
         )
-        writer.close()
 
     async def _figures(self) -> bytes:
         values, _ = await self._service.figures()
