@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import msgspec
 from forebay.errors import NotWritable
 
 VERSIONS_KEPT = 8
+RECENT_MAX = 64
 RETRIES_MAX = 100
 
 
@@ -41,11 +42,12 @@ class Claim(msgspec.Struct, frozen=True):
         return self.quota if self.bytes is None else self.bytes
 
 
-class Table(msgspec.Struct, frozen=True):
-    """All seats by number."""
+class Table(msgspec.Struct, frozen=True, omit_defaults=True):
+    """All seats by number. `recent` names the last changes, so that who made one can see whether it came in."""
 
     seats: dict[int, Claim]
     version: int = 0
+    recent: list[str] = []
 
     @property
     def quota(self) -> int:
@@ -92,10 +94,10 @@ class Claims:
             except FileNotFoundError:
                 continue  # newer ones have been made since
             try:
-                seats = msgspec.json.decode(data, type=dict[int, Claim])
+                found = msgspec.json.decode(data, type=Table)
             except msgspec.DecodeError:
-                seats = {}
-            return Table(seats, versions.newest)
+                found = Table({})
+            return Table(found.seats, versions.newest, found.recent)
         raise NotWritable(f"{self.folder} changes faster than it can be read: stop some of the stores that use it")
 
     def change(self, edit: Edit) -> Table:
@@ -105,14 +107,17 @@ class Claims:
             seats = edit(dict(table.seats))
             if seats is None:
                 return table
-            if self._make(table.version + 1, seats):
-                return Table(seats, table.version + 1)
+            name = f"{self.token}-{next(self._serial)}"
+            after = Table(seats, table.version + 1, [*table.recent[1 - RECENT_MAX :], name])
+            if self._make(after, name):
+                return after
         raise NotWritable(f"{self.folder} changes faster than it can be written: stop some of the stores that use it")
 
-    def _make(self, version: int, seats: Mapping[int, Claim]) -> bool:
+    def _make(self, table: Table, name: str) -> bool:
+        version = table.version
         self.folder.mkdir(mode=0o700, exist_ok=True)
-        fresh = self.folder / f"new-{self.token}-{next(self._serial)}"
-        fresh.write_bytes(msgspec.json.encode(seats))
+        fresh = self.folder / f"new-{name}"
+        fresh.write_bytes(msgspec.json.encode(table))
         try:
             try:
                 os.link(fresh, self.folder / _name(version))
@@ -128,9 +133,9 @@ class Claims:
             os.unlink(fresh)
         versions = self._versions()
         if versions.newest - version >= VERSIONS_KEPT:
-            # Others were so much faster that this number had been removed already: it was never the newest.
+            # Others were much faster: since then, or this number had been removed before and never was the newest.
             (self.folder / _name(version)).unlink(missing_ok=True)
-            return False
+            return name in self.read().recent
         for old in versions.all:
             if old <= version - VERSIONS_KEPT:
                 (self.folder / _name(old)).unlink(missing_ok=True)
