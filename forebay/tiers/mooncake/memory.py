@@ -1,4 +1,4 @@
-"""Memory of this tier's own that the library may read and write: headers on their way out, chunks on their way in."""
+"""Memory of this tier's own that the library may write at any time: where chunks arrive."""
 
 from __future__ import annotations
 

@@ -15,7 +15,14 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from forebay.errors import CorruptChunk, ForeignChunk
-from forebay.kvstore.header import HEADER_BYTES_MAX, ChunkHeader, decode_header, header_bytes
+from forebay.kvstore.header import (
+    HEADER_BYTES_MAX,
+    ChunkHeader,
+    SlotState,
+    decode_header,
+    header_bytes,
+    mark_slot,
+)
 from forebay.kvstore.layout import ALIGNMENT, round_up
 from forebay.tiers.base import ChunkId, JobResult
 from forebay.tiers.chunks import stored_header, verify_payload
@@ -153,7 +160,9 @@ class Reader:
 
     def _verified(self, load: Load, stored: memoryview) -> JobResult:
         told = decode_header(stored)
-        block = bytes(stored[: header_bytes(told.token_count, len(told.extra))])
+        private = bytearray(stored[: header_bytes(told.token_count, len(told.extra))])
+        mark_slot(memoryview(private), SlotState.COMMITTED, 0)  # it came with those of the slot it was stored from
+        block = bytes(private)
         header = stored_header(block)
         self._check(load, header, len(stored) - len(block))
         target = load.memory[: header.payload_length]

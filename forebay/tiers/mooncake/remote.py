@@ -114,15 +114,11 @@ class Remote:
         span = span_of(memory)
         return int(self._store.register_buffer(span.address, span.length)) == 0
 
-    def put(self, chunks: Sequence[ChunkId], parts: Sequence[Sequence[Span]]) -> list[int]:
-        """Store values, each gathered from its parts. A code each, 0 if it is stored or was there already: what has a
-        key keeps it."""
+    def put(self, chunks: Sequence[ChunkId], values: Sequence[Span]) -> list[int]:
+        """Store values. A code each, 0 if it is stored or was there already: what has a key keeps it."""
         keys = [self.key(chunk) for chunk in chunks]
-        addresses = [[span.address for span in spans] for spans in parts]
-        sizes = [[span.length for span in spans] for spans in parts]
-        return self._asked(
-            len(keys), lambda: self._store.batch_put_from_multi_buffers(keys, addresses, sizes, self._config)
-        )
+        addresses, sizes = [value.address for value in values], [value.length for value in values]
+        return self._asked(len(keys), lambda: self._store.batch_put_from(keys, addresses, sizes, self._config))
 
     def get(self, chunks: Sequence[ChunkId], targets: Sequence[Span]) -> list[int]:
         """Read values into memory. The length of each, or a code.

@@ -179,7 +179,7 @@ class MooncakeTier(SecondaryTier):
             "threads_hanging": self._readers.hanging + self._writers.hanging, "hosts_suspected": len(self._suspects),
             "lookups_waiting": self._finder.waiting, "lookups_known": len(self._finder),
             "timers": len(self._timers), "changes_waiting": self._outbox.waiting,
-            "area_bytes": self._reader.areas.bytes + self._writer.areas.bytes,
+            "area_bytes": self._reader.areas.bytes,
             "batch_crashes": self._readers.crashes + self._writers.crashes, **self._pool,
         }  # fmt: skip
         info = {"kind": "mooncake", "master": self.options.master, "protocol": self.options.protocol}
@@ -195,5 +195,4 @@ class MooncakeTier(SecondaryTier):
             return
         self._remote.close()
         self._reader.areas.close()
-        self._writer.areas.close()
         self._extents.clear()

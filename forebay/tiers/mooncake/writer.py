@@ -1,4 +1,8 @@
-"""Storing: from slots of the pool in shared memory into the pool of hosts, in place: only headers are copied."""
+"""Storing: from slots of the pool in shared memory into the pool of hosts, in place, each as one piece.
+
+Header and payload lie together in a slot, so its own fields (state and generation), which no checksum covers, go along;
+whoever loads the chunk resets them. Leaving them out would take a copy, or a second transfer a chunk.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,6 @@ from forebay.tiers.fs.outbox import Outbox
 from forebay.tiers.mooncake.complaints import complain
 from forebay.tiers.mooncake.finder import Finder
 from forebay.tiers.mooncake.holdings import Holdings
-from forebay.tiers.mooncake.memory import Areas
 from forebay.tiers.mooncake.remote import NO_ROOM, Remote, span_of
 from forebay.tiers.mooncake.removals import Removals
 from forebay.tiers.mooncake.timers import Timers
@@ -70,16 +73,15 @@ class Writer:
         self._lock = threading.Lock()
         self._evicting = threading.Lock()
         self._followers: dict[ChunkId, list[StoreWork]] = {}
-        self.areas = Areas(remote.register)
         self.counts: Counter[str] = Counter()
 
-    def run(self, batch: Sequence[StoreWork], number: int) -> None:
+    def run(self, batch: Sequence[StoreWork], _: int) -> None:
         """Store a batch and report each job once, whatever happens."""
         self._outbox.wait_for_room()
         claimed = [work for work in batch if self._claim(work)]
         reasons = {work.job.id: "io" for work in claimed}
         try:
-            self._store(claimed, number, reasons)
+            self._store(claimed, reasons)
         except Exception:
             self.counts["task_crashes"] += 1
             log.exception("storing a batch failed")
@@ -103,7 +105,7 @@ class Writer:
             self.counts[f"stores_{reason}" if reason else "stores_ok"] += 1
             self._outbox.finish(JobResult(each.job.id, not reason, reason, length=0 if reason else each.job.length))
 
-    def _store(self, claimed: Sequence[StoreWork], number: int, reasons: dict[int, str]) -> None:
+    def _store(self, claimed: Sequence[StoreWork], reasons: dict[int, str]) -> None:
         """Fills in why each failed, empty if it didn't."""
         ready: list[_Ready] = []
         for work in claimed:
@@ -116,14 +118,14 @@ class Writer:
             reason = self._make_room(work.job, wait=not ready)
             if reason == "full" and ready:
                 # What this batch has reserved can't be evicted before it is stored.
-                self._put(ready, number, reasons)
+                self._put(ready, reasons)
                 ready = []
                 reason = self._make_room(work.job, wait=True)
             reasons[work.job.id] = reason
             if not reason:
                 ready.append(_Ready(work, slot))
         if ready:
-            self._put(ready, number, reasons)
+            self._put(ready, reasons)
 
     def _make_room(self, job: StoreJob, *, wait: bool) -> str:
         """Reserve room in the quota. Returns why there is none, empty if there is. `wait` a little for what other
@@ -146,30 +148,25 @@ class Writer:
                     return "io"
         return "full"
 
-    def _put(self, ready: Sequence[_Ready], number: int, reasons: dict[int, str]) -> None:
+    def _put(self, ready: Sequence[_Ready], reasons: dict[int, str]) -> None:
         codes = [IO] * len(ready)
         try:
-            codes = self._put_once(ready, number)
+            codes = self._put_once(ready)
             if NO_ROOM in codes:
                 self._sleep(POOL_FULL_WAIT_S)
                 self.counts["pool_full_retries"] += 1
                 again = [at for at, code in enumerate(codes) if code == NO_ROOM]
-                for at, code in zip(again, self._put_once([ready[at] for at in again], number), strict=True):
+                for at, code in zip(again, self._put_once([ready[at] for at in again]), strict=True):
                     codes[at] = code
         finally:
             for one, code in zip(ready, codes, strict=True):
                 reasons[one.work.job.id] = self._ended(one, code)
 
-    def _put_once(self, ready: Sequence[_Ready], number: int) -> list[int]:
-        area = self.areas.of(number, sum(len(one.slot.block) for one in ready))
-        at, parts = 0, []
-        for one in ready:
-            length = len(one.slot.block)
-            area.memory[at : at + length] = one.slot.block
-            parts.append([area.span(at, length), span_of(one.slot.payload)])
-            at += length
+    def _put_once(self, ready: Sequence[_Ready]) -> list[int]:
         with self.watch.call():
-            return self._remote.put([one.work.job.chunk for one in ready], parts)
+            return self._remote.put(
+                [one.work.job.chunk for one in ready], [span_of(one.work.memory) for one in ready]
+            )
 
     def _ended(self, one: _Ready, code: int) -> str:
         """Enter one chunk's end into the account; returns why it failed, empty if it didn't."""
