@@ -145,8 +145,12 @@ class Server:
         self.process.send_signal(number)
 
     def stop_it(self) -> None:
-        """It keeps its connections and answers nothing (SIGSTOP)."""
+        """It keeps its connections and answers nothing (SIGSTOP). Returns once that is so."""
         self._signal(signal.SIGSTOP)
+        assert self.process is not None
+        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
+            while (task / "stat").read_text().rpartition(")")[2].split()[0] not in "Tt":
+                time.sleep(0.001)
 
     def continue_it(self) -> None:
         """The opposite."""
@@ -188,7 +192,8 @@ class SeaweedFS(Server):
         assert found is not None
         return [
             found, "server", f"-dir={self.folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
-            "-master.volumeSizeLimitMB=1024", "-volume.max=100", "-master.telemetry=false", "-master.electionTimeout=1s",
+            "-master.volumeSizeLimitMB=1024", "-volume.max=100", "-master.telemetry=false",
+            "-master.electionTimeout=1s",
             f"-master.port={master}", f"-master.port.grpc={master_grpc}",
             f"-volume.port={volume}", f"-volume.port.grpc={volume_grpc}",
             f"-filer.port={filer}", f"-filer.port.grpc={filer_grpc}", f"-filer.localSocket={self.folder / 'filer'}",

@@ -1,11 +1,11 @@
 """Beside the manifest: where each own chunk is, and its header. In LMDB, and as expendable as that.
 
-    cards     key+group -> segment's name (empty: an object of its own), offset, bytes, the header without padding
+    cards     key+group -> segment's name (empty: an object of its own), offset, lengths, the header without padding
     members   segment's name -> key+group          (several a segment)
     begun     object's name -> ""                  an object that may exist without an entry after a crash
 
-Headers serve partial matches and tell what has left. One of more than `HEADER_KEPT` bytes isn't kept: its chunk is
-found by its exact key alone.
+Headers serve partial matches and tell what has left. One of more than `HEADER_KEPT` bytes isn't kept, nor any where
+chunks are encrypted, since tokens are in them: such a chunk is found by its exact key alone.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ BYTES_PER_CHUNK = 8 << 10
 
 
 class Card(msgspec.Struct, frozen=True, array_like=True):
-    """Where a chunk's bytes begin, what they add to the bucket, and the header's block without padding (empty if it
-    is too long to be kept)."""
+    """Where a chunk's stored bytes begin and how many they are, what they add to the bucket (an index counts with its
+    first chunk), and the header's block without padding (empty if it isn't kept)."""
 
     segment: str
     offset: int
+    length: int
     disk: int
     header: bytes
 
@@ -55,7 +56,8 @@ def _unpack(data: bytes) -> ChunkId:
 class Cards:
     """Methods may be called from any thread; lmdb.Error passes through."""
 
-    def __init__(self, path: Path, chunks_max: int) -> None:
+    def __init__(self, path: Path, chunks_max: int, *, header_bytes_max: int = HEADER_KEPT) -> None:
+        self._header_bytes_max = header_bytes_max
         self._env = lmdb.open(
             str(path), map_size=chunks_max * BYTES_PER_CHUNK + (16 << 20), max_dbs=4, max_readers=256, sync=False,
             metasync=False, mode=0o600,
@@ -83,7 +85,9 @@ class Cards:
         """Note where chunks are."""
         with self._env.begin(write=True) as txn:
             for chunk, card in ((one.chunk, one.card) for one in written):
-                kept = card if len(card.header) <= HEADER_KEPT else Card(card.segment, card.offset, card.disk, b"")
+                kept = card
+                if len(card.header) > self._header_bytes_max:
+                    kept = Card(card.segment, card.offset, card.length, card.disk, b"")
                 txn.put(_pack(chunk), msgspec.msgpack.encode(kept), db=self._cards)
                 if card.segment:
                     txn.put(card.segment.encode(), _pack(chunk), db=self._members)

@@ -10,6 +10,7 @@ import threading
 from dataclasses import dataclass
 
 from forebay.tiers.base import ClearScope
+from forebay.tiers.fs.manifest import tenant_digest
 
 OPEN_MAX = 64
 
@@ -21,12 +22,13 @@ class Clear:
     scope: ClearScope
     before: float = float("inf")
 
-    def covers(self, namespace: bytes, tenant: str, start: int, modified: float) -> bool:
-        """May a chunk be what the clear is for? Behind a prefix, all that starts there or later in the namespace is:
-        what it goes on from can't be told."""
+    def covers(self, namespace: bytes, tenant: bytes, start: int, modified: float) -> bool:
+        """May a chunk, whose tenant has this digest, be what the clear is for? Behind a prefix, all that starts there
+        or later in the namespace is: what it goes on from can't be told."""
         scope = self.scope
         return (
-            scope.namespace in (b"", namespace) and scope.tenant in (None, tenant)
+            scope.namespace in (b"", namespace)
+            and (scope.tenant is None or tenant_digest(scope.tenant) == tenant)
             and (not scope.parent or start >= scope.start) and modified <= self.before
         )  # fmt: skip
 
@@ -65,6 +67,6 @@ class Clears:
             if clear in self._open:
                 self._open.remove(clear)
 
-    def hide(self, namespace: bytes, tenant: str, start: int, modified: float) -> bool:
+    def hide(self, namespace: bytes, tenant: bytes, start: int, modified: float) -> bool:
         """Is this covered by a clear that isn't done?"""
         return any(clear.covers(namespace, tenant, start, modified) for clear in list(self._open))

@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from forebay.errors import CorruptChunk
-from forebay.kvstore.header import HEADER_BYTES_MAX, ChunkHeader, decode_header, header_bytes
+from forebay.kvstore.header import HEADER_BYTES_MAX, ChunkHeader, decode_header
 from forebay.tiers.base import ChunkId, LookupResult, Query
 from forebay.tiers.chunks import UNIT_BYTES, best_match
+from forebay.tiers.codec.codec import Codec, front_length
+from forebay.tiers.codec.errors import CannotDecode
 from forebay.tiers.fs.manifest import UNIT_DIGEST_BYTES, View, first_unit
 from forebay.tiers.s3.bucket import Bucket
 from forebay.tiers.s3.clears import Clears
@@ -31,8 +33,6 @@ ASKED_A_LOOKUP = 256
 FRONT_BYTES = 4096
 UNSURE_S = 1.0
 """How long a chunk counts as missing whose front couldn't be asked for."""
-_PREFIX_BYTES = 36
-
 
 @dataclass(frozen=True, slots=True)
 class FrontSeen:
@@ -42,23 +42,25 @@ class FrontSeen:
     sighting: Sighting
 
 
-def see_front(bucket: Bucket, name: str, chunk: ChunkId, until: float | None = None) -> FrontSeen:
-    """The header of a chunk's own object. Blocks. Raises RequestFailed, CorruptChunk if it is another's or nobody's."""
-    front = bucket.front(name, FRONT_BYTES, until)
-    try:
-        header = decode_header(front.data)
-    except CorruptChunk:
-        wanted = _PREFIX_BYTES + int.from_bytes(front.data[32:36], "little")
-        if not FRONT_BYTES < wanted <= HEADER_BYTES_MAX:
-            raise
-        front = bucket.front(name, wanted, until)
-        header = decode_header(front.data)
-    size = header_bytes(header.token_count, len(header.extra))
+def see_front(bucket: Bucket, codec: Codec, name: str, chunk: ChunkId) -> FrontSeen:
+    """The header of a chunk's own object. Blocks. Raises RequestFailed, CorruptChunk if it is another's or nobody's,
+    CannotDecode if a key or a library is missing."""
+    length = FRONT_BYTES
+    while True:
+        front = bucket.front(name, length)
+        wanted = front_length(front.data)
+        if wanted <= len(front.data):
+            break
+        if wanted <= length or wanted > 2 * HEADER_BYTES_MAX:
+            raise CorruptChunk("the object ends before its header does")
+        length = wanted
+    found = codec.front(front.data)
+    header = found.header
     if (header.group, header.key) != (chunk.group, chunk.key):
         raise CorruptChunk("the object holds another chunk than its name says")
-    if front.size != size + header.payload_length:
-        raise CorruptChunk(f"the object has {front.size} bytes, its chunk {size} + {header.payload_length}")
-    return FrontSeen(header, sighting_of(header, size, front.size, front.modified))
+    if front.size != found.stored_length:
+        raise CorruptChunk(f"the object has {front.size} bytes, {found.stored_length} were stored")
+    return FrontSeen(header, sighting_of(header, len(found.block), front.size, front.modified))
 
 
 @dataclass
@@ -67,6 +69,7 @@ class Finder:
     an open lookup may be answered now."""
 
     holdings: Holdings
+    codec: Codec
     names: Names
     sightings: Sightings
     clears: Clears
@@ -110,7 +113,7 @@ class Finder:
         if view.leaving(chunk) is None and self.names.chunk(chunk) not in self.doomed:
             known, seen = self.sightings.get(chunk)
             if seen is not None and not self._hidden(seen):
-                return LookupResult("hit", query.key, seen.tokens, seen.tokens, seen.length)
+                return LookupResult("hit", query.key, seen.tokens, seen.tokens, seen.plain)
             if not known and may_ask and self._ask(chunk):
                 return LookupResult("retry")
             self.counts["fronts_passed_over"] += not known
@@ -165,7 +168,11 @@ class Finder:
     def look(self, chunk: ChunkId) -> Sighting | None:
         """Ask the bucket and remember the answer. Blocks."""
         try:
-            seen = see_front(self.holdings.bucket, self.names.chunk(chunk), chunk).sighting
+            seen = see_front(self.holdings.bucket, self.codec, self.names.chunk(chunk), chunk).sighting
+        except CannotDecode:
+            self.counts["fronts_undecodable"] += 1
+            self.sightings.missing(chunk)
+            return None
         except CorruptChunk:
             self.counts["fronts_corrupt"] += 1
             self.sightings.missing(chunk)

@@ -274,6 +274,6 @@ class Holdings:
         return freed
 
 
-def card_of(block: bytes, disk: int, segment: str = "", offset: int = 0) -> Card:
-    """A card for a chunk with this header's block."""
-    return Card(segment, offset, disk, header_block(block))
+def card_of(block: bytes, length: int, disk: int, segment: str = "", offset: int = 0) -> Card:
+    """A card for a chunk with this header's block that is stored in `length` bytes."""
+    return Card(segment, offset, length, disk, header_block(block))

@@ -125,6 +125,6 @@ class Learner:
 def _sighting(entry: Entry, segment: str, modified: float) -> Sighting:
     # Where it starts isn't in the index: a clear behind a prefix takes it for the last chunk of all.
     return Sighting(
-        entry.namespace, entry.tenant, 1 << 62, entry.tokens, entry.header, entry.length, modified, segment,
+        entry.namespace, entry.tenant, 1 << 62, entry.tokens, entry.plain, entry.length, modified, segment,
         entry.offset,
     )  # fmt: skip

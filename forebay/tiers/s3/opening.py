@@ -15,7 +15,7 @@ import lmdb
 from forebay.errors import AlreadyRunning, NoSpace, NotWritable
 from forebay.tiers.fs.manifest import BROKEN, Manifest
 from forebay.tiers.fs.state import State
-from forebay.tiers.s3.cards import Cards
+from forebay.tiers.s3.cards import HEADER_KEPT, Cards
 from forebay.tiers.s3.options import S3Options
 
 _BYTES_PER_RECORD = 1024
@@ -55,12 +55,13 @@ class Memory:
                 os.close(self.lock)
 
 
-def open_memory(options: S3Options) -> Memory:
-    """Raises AlreadyRunning, NotWritable, NoSpace."""
+def open_memory(options: S3Options, *, headers: bool) -> Memory:
+    """`headers`: may chunks' headers be kept? Raises AlreadyRunning, NotWritable, NoSpace."""
+    kept = HEADER_KEPT if headers else 0
     try:
         if options.state_dir is None:
-            return _open_hidden(options.own_chunks_max)
-        return _open_state(Path(options.state_dir), options)
+            return _open_hidden(options.own_chunks_max, kept)
+        return _open_state(Path(options.state_dir), options, kept)
     except lmdb.DiskError as error:
         raise NoSpace(f"no space for the manifest of {options.where}: {error}") from error
     except OSError as error:
@@ -68,16 +69,16 @@ def open_memory(options: S3Options) -> Memory:
         raise NotWritable(f"can't write the manifest of {options.where} in {where}: {error.strerror}") from error
 
 
-def _open_hidden(chunks_max: int) -> Memory:
+def _open_hidden(chunks_max: int, kept: int) -> Memory:
     folder = Path(tempfile.mkdtemp(prefix="forebay-s3-"))
     try:
-        manifest, cards = _open_in(folder, chunks_max)
+        manifest, cards = _open_in(folder, chunks_max, kept)
         return Memory(manifest, cards, None, None, "there is no state_dir", _data(folder))
     finally:
         shutil.rmtree(folder)  # the open files live on until they are closed, however that comes
 
 
-def _open_state(path: Path, options: S3Options) -> Memory:
+def _open_state(path: Path, options: S3Options, kept: int) -> Memory:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -88,11 +89,11 @@ def _open_state(path: Path, options: S3Options) -> Memory:
         state = State(path, hashlib.sha256(options.identity.encode()).hexdigest()[:32])
         fresh = state.open(rebuild=False) or ""
         try:
-            manifest, cards = _open_in(state.manifest, options.own_chunks_max)
+            manifest, cards = _open_in(state.manifest, options.own_chunks_max, kept)
         except BROKEN as error:
             state.discard()
             state.manifest.mkdir(mode=0o700)
-            manifest, cards = _open_in(state.manifest, options.own_chunks_max)
+            manifest, cards = _open_in(state.manifest, options.own_chunks_max, kept)
             fresh = f"it can't be read: {error}"
         return Memory(manifest, cards, state, lock, fresh, _data(state.manifest))
     except BaseException:
@@ -104,11 +105,11 @@ def _data(folder: Path) -> int:
     return os.open(folder / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
 
 
-def _open_in(folder: Path, chunks_max: int) -> tuple[Manifest, Cards]:
+def _open_in(folder: Path, chunks_max: int, kept: int) -> tuple[Manifest, Cards]:
     manifest = Manifest(folder, chunks_max * _BYTES_PER_RECORD + _SPARE_BYTES)
     try:
         (folder / "cards").mkdir(mode=0o700, exist_ok=True)
-        return manifest, Cards(folder / "cards", chunks_max)
+        return manifest, Cards(folder / "cards", chunks_max, header_bytes_max=kept)
     except BaseException:
         manifest.close()
         raise

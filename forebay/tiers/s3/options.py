@@ -17,7 +17,7 @@ CREDENTIALS = re.compile(r"secret|access_?key|token|password|credential", re.IGN
 
 
 class S3Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A prefix of a bucket.
+    """A prefix of a bucket. `compress` ("none", "zstd") and `encrypt_key_file` say how chunks lie there.
 
     `quota_bytes` bounds the objects that this daemon has stored (0: nothing does, the bucket's lifecycle rules are
     what removes them). `state_dir`, on a local disk, remembers those across restarts. Chunks below `pack_below_bytes`
@@ -38,6 +38,8 @@ class S3Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     ca_bundle: str | None = None
     quota_bytes: int = 0
     state_dir: str | None = None
+    compress: str = "none"
+    encrypt_key_file: str = ""
     read_threads: int = 8
     write_threads: int = 8
     lookup_threads: int = 8

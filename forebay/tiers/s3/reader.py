@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import lmdb
 
 from forebay.errors import CorruptChunk
 from forebay.tiers.base import JobResult, LoadJob
+from forebay.tiers.codec.codec import Codec
+from forebay.tiers.codec.errors import CannotDecode
 from forebay.tiers.fs.complaints import complain
+from forebay.tiers.fs.manifest import tenant_digest
 from forebay.tiers.fs.outbox import Outbox
 from forebay.tiers.s3.bucket import GivenUp
 from forebay.tiers.s3.clears import Clears
@@ -20,6 +24,7 @@ from forebay.tiers.s3.doomed import Doomed
 from forebay.tiers.s3.failures import Kind, RequestFailed
 from forebay.tiers.s3.holdings import Holdings
 from forebay.tiers.s3.names import Names
+from forebay.tiers.s3.runs import Part, RunSink, runs_of
 from forebay.tiers.s3.sightings import Sightings
 from forebay.tiers.s3.slot import LoadSlot, TooLarge
 
@@ -45,11 +50,13 @@ class Place:
 
 
 class Load:
-    """A load under way: its slot, and what its deadline is cancelled with."""
+    """A load under way: its slot, where it is to be read (None: not looked up yet, or nowhere), and what its deadline
+    is cancelled with."""
 
     def __init__(self, slot: LoadSlot, due: float) -> None:
         self.slot = slot
         self.due = due
+        self.place: Place | None = None
         self.timer = -1
         self.running = False
 
@@ -58,11 +65,12 @@ class Reader:
     """Runs load jobs on the read threads."""
 
     def __init__(
-        self, holdings: Holdings, names: Names, sightings: Sightings, clears: Clears, doomed: Doomed, outbox: Outbox,
-        deadlines: Deadlines, clock: Callable[[], float],
+        self, holdings: Holdings, codec: Codec, names: Names, sightings: Sightings, clears: Clears, doomed: Doomed,
+        outbox: Outbox, deadlines: Deadlines, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self._holdings = holdings
         self._bucket = holdings.bucket
+        self._codec = codec
         self._names = names
         self._sightings = sightings
         self._clears = clears
@@ -70,13 +78,22 @@ class Reader:
         self._outbox = outbox
         self._deadlines = deadlines
         self._clock = clock
+        self._waiting: dict[str, list[Load]] = {}
+        self._lock = threading.Lock()
         self.counts: Counter[str] = Counter()
 
     def begin(self, job: LoadJob, memory: memoryview) -> Load:
         """Take a job on: from now on its chunk is kept and its deadline holds."""
-        load = Load(LoadSlot(job, memory, self._told), self._clock() + job.deadline_s)
+        load = Load(LoadSlot(job, memory, self._told, self._codec), self._clock() + job.deadline_s)
         self._holdings.pin(job.chunk)
         load.timer = self._deadlines.add(load.due, lambda: self._too_late(load))
+        try:
+            load.place = self._place(job)
+        except lmdb.Error as error:
+            self._outbox.manifest_error(error)
+        if load.place is not None and load.place.segment:
+            with self._lock:
+                self._waiting.setdefault(load.place.segment, []).append(load)
         return load
 
     def end(self, load: Load) -> None:
@@ -93,19 +110,95 @@ class Reader:
         if load.slot.fail("late") and silent:
             self._bucket.requests.breaker.failed()  # it was asked and has said nothing; its thread will wait longer
 
+    def drop(self, load: Load) -> None:
+        """A job that was begun won't be run."""
+        if self._is_mine(load):
+            load.slot.fail("dropped")
+            self.end(load)
+
     def run(self, load: Load) -> None:
-        """Load one job and report it, whatever happens."""
+        """Load one job and report it, whatever happens; with it others that wait for the same segment."""
+        if load.place is None or not load.place.segment:
+            self._run_all([load])
+            return
+        with self._lock:
+            loads = self._waiting.pop(load.place.segment, [])
+        if loads:  # else another thread has taken this load along
+            self._run_all(loads)
+
+    def _is_mine(self, load: Load) -> bool:
+        """Take a load back, unless another thread has taken it along."""
+        if load.place is None or not load.place.segment:
+            return True
+        with self._lock:
+            waiting = self._waiting.get(load.place.segment, [])
+            if load not in waiting:
+                return False
+            waiting.remove(load)
+            return True
+
+    def _run_all(self, loads: Sequence[Load]) -> None:
         try:
-            if not load.slot.finished:
+            wanted = [load for load in loads if not load.slot.finished]
+            for load in wanted:
                 load.running = True
-                self._run(load)
+            if len(wanted) > 1:
+                self._run_segment(wanted)
+            for load in wanted:
+                if not load.slot.finished:
+                    self._run(load)
         except lmdb.Error as error:
             self._outbox.manifest_error(error)
         except Exception:
-            log.exception("loading %s failed", load.slot.job.chunk.key.hex())
+            log.exception("loading %d chunks failed", len(loads))
         finally:
-            load.slot.fail("io")
-            self.end(load)
+            for load in loads:
+                load.slot.fail("io")
+                self.end(load)
+
+    def _run_segment(self, loads: Sequence[Load]) -> None:
+        """Read chunks of one segment, many with a request. What doesn't come right is left to be read by itself."""
+        parts, by_slot, name, segment = [], {}, "", ""
+        for load in loads:
+            place = self._place(load.slot.job)  # it may have been removed since it was asked for
+            if place is None or not place.segment or segment not in ("", place.segment):
+                continue
+            name, segment = place.name, place.segment
+            parts.append(Part(load.slot, place.offset, place.length))
+            by_slot[id(load.slot)] = load
+        for run in (run for run in runs_of(parts) if len(run) > 1):
+            sink = RunSink(run)
+            until = max(by_slot[id(part.slot)].due for part in run)
+            for part in run:
+                part.slot.expected = part.length
+            try:
+                self._bucket.read(name, sink, (run[0].offset, sink.length), until)
+            except (CorruptChunk, GivenUp):
+                continue
+            except RequestFailed as failure:
+                for part in run:
+                    self._run_failed(by_slot[id(part.slot)], failure)
+                continue
+            self.counts["loads_together"] += len(run)
+            for number, part in enumerate(run):
+                if number not in sink.wrong:
+                    self._check(by_slot[id(part.slot)])
+
+    def _run_failed(self, load: Load, failure: RequestFailed) -> None:
+        if failure.kind not in (Kind.MISSING, Kind.RANGE):
+            load.slot.fail("late" if self._clock() >= load.due else "io")
+        # Else each is asked for by itself: one chunk that isn't there any more needn't cost the others.
+
+    def _check(self, load: Load) -> None:
+        """Report a load whose bytes have come, if they are right."""
+        try:
+            self._verified(load)
+        except GivenUp:
+            return
+        except CannotDecode as error:
+            self._undecodable(load, error)
+        except CorruptChunk:
+            self.counts["loads_read_again"] += 1  # by itself, and if it isn't right then, it is damaged
 
     def _run(self, load: Load) -> None:
         place = self._place(load.slot.job)
@@ -117,6 +210,9 @@ class Reader:
                 self._read(load, place)
                 return
             except GivenUp:
+                return
+            except CannotDecode as error:
+                self._undecodable(load, error)
                 return
             except TooLarge as error:
                 complain("s3 large", "a load is refused: %s", error)
@@ -137,8 +233,15 @@ class Reader:
         slot = load.slot
         slot.expected = place.length
         self._bucket.read(place.name, slot, place.part, load.due)
+        self._verified(load)
+
+    def _verified(self, load: Load) -> None:
+        """Report what is in the slot. Raises CorruptChunk if that isn't the chunk."""
+        slot = load.slot
         header = slot.verified()
-        if not place.own and self._clears.hide(header.namespace, header.tenant, header.start, slot.modified):
+        own = self._holdings.owns(slot.job.chunk)
+        tenant = tenant_digest(header.tenant)
+        if not own and self._clears.hide(header.namespace, tenant, header.start, slot.modified):
             slot.fail("missing")
             return
         if slot.succeed():
@@ -154,16 +257,24 @@ class Reader:
             return None
         if record is not None or leaving is not None:
             card = self._holdings.cards.get(job.chunk)
-            length = record.length if record else 0
-            if card is not None and card.segment and record is not None:
-                return Place(f"{self._names.segments}{card.segment}", card.segment, card.offset, length, own=True)
-            return None if card is not None and card.segment else Place(name, length=length, own=True)
+            if card is None or not card.segment:
+                return Place(name, length=card.length if card else 0, own=True)
+            if record is None:
+                return None  # its segment may be gone at any moment
+            return Place(f"{self._names.segments}{card.segment}", card.segment, card.offset, card.length, own=True)
         if name in self._doomed:
             return None
         _, seen = self._sightings.get(job.chunk)
         if seen is not None and seen.segment:
             return Place(f"{self._names.segments}{seen.segment}", seen.segment, seen.offset, seen.length)
         return Place(name)  # even if it was missing a moment ago: somebody may have stored it since
+
+    def _undecodable(self, load: Load, error: CannotDecode) -> None:
+        """It may be right, but here is no key for it, or no library: a miss, and it stays where it is."""
+        complain("s3 undecodable", "a chunk can't be decoded: %s", error)
+        self.counts["loads_undecodable"] += 1
+        self._sightings.missing(load.slot.job.chunk)
+        load.slot.fail("missing")
 
     def _failed(self, load: Load, place: Place, failure: RequestFailed) -> None:
         chunk = load.slot.job.chunk

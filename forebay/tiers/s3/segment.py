@@ -2,7 +2,7 @@
 
     0    magic "FBSEGMT1"    8   xxh3_64 of [16, 20 + length)    16   length u32 of the body
     20   body: msgpack list of `Entry`, ... zeros up to a multiple of 4,096
-    then the chunks, each [header | payload] as in an object of its own
+    then the chunks, each as in an object of its own
 
 The index only finds chunks. What is served is verified by the chunk's own header and checksums, so an index that is
 wrong, or belongs to an object that was written over since, costs a miss.
@@ -21,6 +21,7 @@ from forebay.errors import CorruptChunk
 from forebay.kvstore.header import ChunkHeader
 from forebay.kvstore.identity import KEY_BYTES
 from forebay.tiers.base import ChunkId
+from forebay.tiers.fs.manifest import tenant_digest
 
 MAGIC = b"FBSEGMT1"
 ALIGNMENT = 4096
@@ -30,14 +31,15 @@ _PREFIX = struct.Struct("<8sQI")
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One chunk of a segment: `offset` and `length` of its bytes with the header, in the object."""
+    """One chunk of a segment: `offset` and `length` of what is stored of it, in the object; `plain` is its length with
+    the header as it lies in the pool. `tenant` is a digest."""
 
     group: int
     key: bytes
     namespace: bytes
-    tenant: str
+    tenant: bytes
     tokens: int
-    header: int
+    plain: int
     offset: int
     length: int
 
@@ -48,15 +50,15 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A chunk that is to go into a segment."""
+    """A chunk that is to go into a segment: its header, how long it is in the pool, and the bytes to be stored."""
 
     header: ChunkHeader
-    block: bytes
-    payload: memoryview
+    plain: int
+    stored: Sequence[bytes | memoryview]
 
     @property
     def length(self) -> int:
-        return len(self.block) + len(self.payload)
+        return sum(len(part) for part in self.stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ def build(pieces: Sequence[Piece]) -> Segment:
     index = _encode(entries).ljust(size, b"\0")
     parts: list[bytes | memoryview] = [index]
     for piece in pieces:
-        parts += (piece.block, piece.payload)
+        parts += piece.stored
     return Segment(b"".join(parts), size, entries)
 
 
@@ -84,7 +86,7 @@ def _entries(pieces: Sequence[Piece], at: int) -> list[Entry]:
     for piece in pieces:
         h = piece.header
         entries.append(
-            Entry(h.group, h.key, h.namespace, h.tenant, h.token_count, len(piece.block), at, piece.length)
+            Entry(h.group, h.key, h.namespace, tenant_digest(h.tenant), h.token_count, piece.plain, at, piece.length)
         )
         at += piece.length
     return entries
@@ -124,7 +126,7 @@ def parse(front: bytes) -> list[Entry]:
         raise CorruptChunk(f"a segment's index: {error}") from error
     if any(
         len(e.key) != KEY_BYTES or len(e.namespace) != KEY_BYTES or not 0 <= e.group < 256
-        or not 0 < e.header < e.length or e.offset < end or e.tokens < 1
+        or e.length < 1 or e.plain < 1 or e.offset < end or e.tokens < 1
         for e in entries
     ):  # fmt: skip
         raise CorruptChunk("a segment's index names what can't be a chunk")

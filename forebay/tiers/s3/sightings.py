@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from forebay.kvstore.header import ChunkHeader
 from forebay.tiers.base import ChunkId
+from forebay.tiers.fs.manifest import tenant_digest
 
 SHORTEST_S = 0.25
 """An answer is kept at least so long, or a lookup that waits for it would never see it."""
@@ -16,25 +17,26 @@ SHORTEST_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """A chunk that is in the bucket. `length` is its bytes with the header of `header` bytes, `modified` the service's
-    time; in a segment, it begins at `offset`."""
+    """A chunk that is in the bucket. `tenant` is a digest; `plain` is its length with the header as it lies in the
+    pool, `length` what is stored of it; `modified` is the service's time. In a segment, it begins at `offset`."""
 
     namespace: bytes
-    tenant: str
+    tenant: bytes
     start: int
     tokens: int
-    header: int
+    plain: int
     length: int
     modified: float
     segment: str = ""
     offset: int = 0
 
 
-def sighting_of(header: ChunkHeader, header_bytes: int, length: int, modified: float) -> Sighting:
+def sighting_of(header: ChunkHeader, block_bytes: int, length: int, modified: float) -> Sighting:
     """What a header at the front of an object says."""
     return Sighting(
-        header.namespace, header.tenant, header.start, header.token_count, header_bytes, length, modified
-    )
+        header.namespace, tenant_digest(header.tenant), header.start, header.token_count,
+        block_bytes + header.payload_length, length, modified,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

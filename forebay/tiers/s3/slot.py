@@ -9,6 +9,9 @@ from forebay.errors import CorruptChunk
 from forebay.kvstore.header import HEADER_BYTES_MAX, ChunkHeader, decode_header, header_bytes
 from forebay.tiers.base import JobResult, LoadJob
 from forebay.tiers.chunks import stored_header, verify_payload
+from forebay.tiers.codec.codec import Codec
+from forebay.tiers.codec.envelope import is_enveloped
+from forebay.tiers.codec.errors import UnsealedChunk
 from forebay.tiers.s3.bucket import GivenUp
 
 _BODY_LENGTH_AT = 32
@@ -26,8 +29,11 @@ class LoadSlot:
     late an answer comes.
     """
 
-    def __init__(self, job: LoadJob, memory: memoryview, finish: Callable[[JobResult], None]) -> None:
+    def __init__(
+        self, job: LoadJob, memory: memoryview, finish: Callable[[JobResult], None], codec: Codec | None = None
+    ) -> None:
         self.job = job
+        self._codec = codec or Codec()
         self._memory = memory
         self._finish = finish
         self._lock = threading.Lock()
@@ -43,6 +49,7 @@ class LoadSlot:
         self._length = length
         self._front = bytearray()
         self._block_bytes = 0
+        self._enveloped = False
         self._at = 0
 
     def begin(self, length: int, modified: float) -> None:
@@ -69,6 +76,11 @@ class LoadSlot:
         """If all of the header is there, go on with the payload."""
         if len(self._front) < _BODY_AT:
             return
+        if is_enveloped(bytes(self._front[:_BODY_AT])):
+            self._enveloped = True  # it is decoded once all of it is there
+            return
+        if self._codec.sealing:
+            raise UnsealedChunk("a chunk in clear text where chunks are encrypted")
         body_end = _BODY_AT + int.from_bytes(self._front[_BODY_LENGTH_AT:_BODY_AT], "little")
         if body_end > HEADER_BYTES_MAX:
             raise CorruptChunk("no chunk begins here")
@@ -97,12 +109,30 @@ class LoadSlot:
             self._at += len(data)
 
     def verified(self) -> ChunkHeader:
-        """The header of what has come, once all of it agrees. Raises CorruptChunk."""
+        """The header of what has come, once all of it agrees. Raises CorruptChunk, CannotDecode."""
+        if self._enveloped:
+            self._decode()
         header = stored_header(bytes(self._front))
         if (header.group, header.key) != (self.job.chunk.group, self.job.chunk.key):
             raise CorruptChunk("the object holds another chunk than was asked for")
         verify_payload(header, self._memory[: self._at])
         return header
+
+    def _decode(self) -> None:
+        """Open the envelope: its payload goes into the pool, its header block stays in front."""
+        stored = bytes(self._front)
+        told = self._codec.front(stored)
+        if told.stored_length != len(stored):
+            raise CorruptChunk(f"the object has {len(stored)} bytes, {told.stored_length} were stored")
+        if told.header.payload_length > self.job.capacity:
+            raise TooLarge(f"payload of {told.header.payload_length} bytes, the slot takes {self.job.capacity}")
+        with self._lock:
+            if self.finished:
+                raise GivenUp
+            found = self._codec.decode(stored, self._memory)
+        self._front = bytearray(found.block)
+        self._at = found.header.payload_length
+        self._enveloped = False
 
     def succeed(self) -> bool:
         """Tell that the chunk is in the slot, unless something else was told."""

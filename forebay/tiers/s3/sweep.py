@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 from forebay.errors import CorruptChunk
 from forebay.tiers.base import ChunkId
+from forebay.tiers.codec.codec import Codec
+from forebay.tiers.codec.errors import CannotDecode
 from forebay.tiers.s3.bucket import Listed
 from forebay.tiers.s3.clears import Clear, Clears
 from forebay.tiers.s3.doomed import Doomed
@@ -21,9 +23,10 @@ class Sweeper:
     """Works on one clear at a time, a page of the listing with each step."""
 
     def __init__(
-        self, holdings: Holdings, names: Names, sightings: Sightings, clears: Clears, doomed: Doomed
+        self, holdings: Holdings, codec: Codec, names: Names, sightings: Sightings, clears: Clears, doomed: Doomed
     ) -> None:
         self._holdings = holdings
+        self._codec = codec
         self._names = names
         self._sightings = sightings
         self._clears = clears
@@ -80,7 +83,10 @@ class Sweeper:
         if seen is not None and not seen.segment:
             return seen
         try:
-            return see_front(self._holdings.bucket, self._names.chunk(chunk), chunk).sighting
+            return see_front(self._holdings.bucket, self._codec, self._names.chunk(chunk), chunk).sighting
+        except CannotDecode:
+            self.counts["sweep_undecodable"] += 1  # whose it is can be told with its key alone
+            return None
         except CorruptChunk:
             self.counts["sweep_corrupt"] += 1  # it can't be served, whosever it is
             return None

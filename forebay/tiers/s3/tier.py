@@ -29,6 +29,7 @@ from forebay.tiers.base import (
     TierChange,
     TierStats,
 )
+from forebay.tiers.codec.codec import open_codec
 from forebay.tiers.errors import TierFailed
 from forebay.tiers.fs.outbox import Outbox
 from forebay.tiers.fs.pool import Task, WorkPool
@@ -47,7 +48,7 @@ from forebay.tiers.s3.learner import Learner
 from forebay.tiers.s3.names import Names
 from forebay.tiers.s3.opening import open_memory
 from forebay.tiers.s3.options import S3Options, s3_options
-from forebay.tiers.s3.reader import Load, Reader
+from forebay.tiers.s3.reader import Reader
 from forebay.tiers.s3.requests import Requests
 from forebay.tiers.s3.sightings import Sightings
 from forebay.tiers.s3.sweep import Sweeper
@@ -84,10 +85,11 @@ class S3Tier(SecondaryTier):
         self._breaker = Breaker(found.failures_max, found.open_s, clock)
         budget = RetryBudget(found.retry_budget)
         self._requests = Requests(found.where, self._breaker, budget, found.attempts, clock)
+        self._codec = open_codec(name, found.compress, found.encrypt_key_file)
         self._client = client(name, found)
         self._bucket = Bucket(self._client, found.bucket, self._requests, found.timeout_s)
         trial = check_bucket(name, self._bucket, self._names, found.where)
-        self._memory = open_memory(found)
+        self._memory = open_memory(found, headers=not self._codec.sealing)
         try:
             self._make_parts(trial)
         except BaseException:
@@ -95,7 +97,7 @@ class S3Tier(SecondaryTier):
             raise
 
     def _make_parts(self, trial: str) -> None:
-        options, names, clock = self.options, self._names, self._clock
+        options, names, clock, codec = self.options, self._names, self._clock, self._codec
         self._holdings = holdings = Holdings(
             self._bucket, names, self._memory, self._outbox, options.quota_bytes, options.own_chunks_max
         )
@@ -107,14 +109,14 @@ class S3Tier(SecondaryTier):
         writer = secrets.token_hex(8)
         learner = Learner(holdings, names, seen, clears, options.refresh_s, writer, clock)
         self._learner = learner
-        self._sweeper = Sweeper(holdings, names, seen, clears, doomed)
+        self._sweeper = Sweeper(holdings, codec, names, seen, clears, doomed)
         self._deadlines = Deadlines(clock)
-        self._reader = Reader(holdings, names, seen, clears, doomed, self._outbox, self._deadlines, clock)
+        self._reader = Reader(holdings, codec, names, seen, clears, doomed, self._outbox, self._deadlines, clock)
         packing = Packing(options.pack_below_bytes, options.segment_bytes, options.pack_wait_s)
         self._writer = Writer(
-            holdings, names, seen, clears, doomed, self._outbox, packing, options.write_queue_bytes, writer
+            holdings, codec, names, seen, clears, doomed, self._outbox, packing, options.write_queue_bytes, writer
         )
-        self._finder = Finder(holdings, names, seen, clears, doomed, self._submit_front, self._outbox.wake)
+        self._finder = Finder(holdings, codec, names, seen, clears, doomed, self._submit_front, self._outbox.wake)
         self._readers = WorkPool("s3-read", options.read_threads, options.read_queue_bytes)
         self._writers = WorkPool("s3-write", options.write_threads, options.write_queue_bytes)
         self._lookers = WorkPool("s3-look", options.lookup_threads, PROBES_MAX * FRONT_BYTES)
@@ -162,13 +164,9 @@ class S3Tier(SecondaryTier):
             return
         memory = self._extents[job.extent][job.payload_offset : job.payload_offset + job.capacity]
         load = self._reader.begin(job, memory)
-        task = Task(lambda: self._reader.run(load), lambda: self._drop_load(load), job.capacity)
+        task = Task(lambda: self._reader.run(load), lambda: self._reader.drop(load), job.capacity)
         if not self._readers.submit(task):
-            self._drop_load(load)
-
-    def _drop_load(self, load: Load) -> None:
-        load.slot.fail("dropped")
-        self._reader.end(load)
+            self._reader.drop(load)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         results = self._outbox.take_results()

@@ -14,6 +14,8 @@ import lmdb
 from forebay.errors import CorruptChunk
 from forebay.tiers.base import ChunkId, JobResult, StoreJob
 from forebay.tiers.chunks import Slot, checked_slot
+from forebay.tiers.codec.codec import Codec
+from forebay.tiers.codec.errors import CannotDecode
 from forebay.tiers.fs.complaints import complain
 from forebay.tiers.fs.manifest import Record
 from forebay.tiers.fs.outbox import Outbox
@@ -48,10 +50,6 @@ class _Ready:
     job: StoreJob
     slot: Slot
 
-    @property
-    def piece(self) -> Piece:
-        return Piece(self.slot.header, self.slot.block, self.slot.payload)
-
 
 @dataclass
 class _Batch:
@@ -70,11 +68,12 @@ class Writer:
     """
 
     def __init__(
-        self, holdings: Holdings, names: Names, sightings: Sightings, clears: Clears, doomed: Doomed, outbox: Outbox,
-        packing: Packing, bytes_max: int, writer: str, time_ns: Callable[[], int] = time.time_ns,
+        self, holdings: Holdings, codec: Codec, names: Names, sightings: Sightings, clears: Clears, doomed: Doomed,
+        outbox: Outbox, packing: Packing, bytes_max: int, writer: str, time_ns: Callable[[], int] = time.time_ns,
     ) -> None:  # fmt: skip
         self._holdings = holdings
         self._bucket = holdings.bucket
+        self._codec = codec
         self._names = names
         self._sightings = sightings
         self._clears = clears
@@ -215,38 +214,44 @@ class Writer:
             self.run(*follower)
 
     def _store_one(self, ready: _Ready) -> str:
-        job, size = ready.job, ready.job.length
-        name = self._names.chunk(job.chunk)
+        job, name = ready.job, self._names.chunk(ready.job.chunk)
+        body = b"".join(self._stored(ready.slot))
+        size = len(body)
         if self._holdings.quota and size > self._holdings.quota:
             return "quota"
         with self._holdings.locks.hold(job.chunk):
             if not self._holdings.purge(job.chunk) or not self._holdings.make_room(size):
                 return "full"
-            card = card_of(ready.slot.block, size)
-            record = record_of(ready.slot.header, ready.slot.block, size, cold=job.cold)
-            if self._put(name, b"".join((ready.slot.block, ready.slot.payload)), size, fresh=True):
-                self._commit(name, [Written(job.chunk, card)], [record], size)
+            if self._put(name, body, size, fresh=True):
+                self._commit_one(ready, name, size)
                 return ""
-            return self._there_already(ready, name, size)
+            return self._there_already(ready, name, body)
 
-    def _there_already(self, ready: _Ready, name: str, size: int) -> str:
+    def _stored(self, slot: Slot) -> Sequence[bytes | memoryview]:
+        """The bytes to store for a slot, in pieces."""
+        return (self._codec.encode(slot.block, slot.payload),) if self._codec.active else (slot.block, slot.payload)
+
+    def _commit_one(self, ready: _Ready, name: str, size: int) -> None:
+        card = card_of(ready.slot.block, size, size)
+        record = record_of(ready.slot.header, ready.slot.block, size, cold=ready.job.cold)
+        self._commit(name, [Written(ready.job.chunk, card)], [record], size)
+
+    def _there_already(self, ready: _Ready, name: str, body: bytes) -> str:
         """Somebody else's object has this name: the same bytes, unless it is damaged or has to go."""
         try:
-            seen = see_front(self._bucket, name, ready.job.chunk)
-            h = seen.header
-            cleared = self._clears.hide(h.namespace, h.tenant, h.start, seen.sighting.modified)
+            seen = see_front(self._bucket, self._codec, name, ready.job.chunk)
+            h, there = seen.header, seen.sighting
+            cleared = self._clears.hide(there.namespace, there.tenant, there.start, there.modified)
             if h == ready.slot.header and not cleared and name not in self._doomed:
                 self._sightings.found(ready.job.chunk, seen.sighting)
                 self.counts["stores_known"] += 1
                 return ""
-        except CorruptChunk as error:
+        except (CorruptChunk, CannotDecode) as error:  # also one under a key that is gone: it is of use to nobody here
             complain("s3 over", "%s is written over: %s", name, error)
-        if not self._holdings.make_room(size):
+        if not self._holdings.make_room(len(body)):
             return "full"
-        card = card_of(ready.slot.block, size)
-        self._put(name, b"".join((ready.slot.block, ready.slot.payload)), size, fresh=False)
-        record = record_of(ready.slot.header, ready.slot.block, size, cold=ready.job.cold)
-        self._commit(name, [Written(ready.job.chunk, card)], [record], size)
+        self._put(name, body, len(body), fresh=False)
+        self._commit_one(ready, name, len(body))
         self.counts["stores_written_over"] += 1
         return ""
 
@@ -280,7 +285,7 @@ class Writer:
         self._doomed.gone(name)
 
     def _store_segment(self, batch: Sequence[_Ready]) -> str:
-        segment = build([ready.piece for ready in batch])
+        segment = build([Piece(r.slot.header, r.job.length, self._stored(r.slot)) for r in batch])
         size = len(segment.body)
         if self._holdings.quota and size > self._holdings.quota:
             return "quota"
@@ -296,7 +301,8 @@ class Writer:
             written, records = [], []
             for number, (ready, entry) in enumerate(zip(batch, segment.entries, strict=True)):
                 disk = entry.length + (segment.index_bytes if number == 0 else 0)
-                written.append(Written(entry.chunk, card_of(ready.slot.block, disk, name, entry.offset)))
+                card = card_of(ready.slot.block, entry.length, disk, name, entry.offset)
+                written.append(Written(entry.chunk, card))
                 records.append(record_of(ready.slot.header, ready.slot.block, disk, cold=ready.job.cold))
             self._commit(object_name, written, records, size)
         self.counts["segments_written"] += 1

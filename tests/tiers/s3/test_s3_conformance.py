@@ -56,7 +56,7 @@ class BucketOf(TierConformance):
             found,
             {
                 "prefix": f"suite-{next(_runs)}", "state_dir": str(tmp_path / "state"), "write_queue_bytes": QUEUE,
-                "missing_s": 30.0,
+                "missing_s": 30.0, "failures_max": 1000,
             },
         )
         return found

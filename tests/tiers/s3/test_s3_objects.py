@@ -55,6 +55,38 @@ def test_small_chunks_share_an_object_and_each_comes_back(make_rig: MakeRig, sea
     assert rig.value("bytes") == rig.bytes_in_bucket()
 
 
+def load_together(rig: S3Rig, chunks: list[Made]) -> list[bool]:
+    """At once; was each served? Its bytes are then right."""
+    jobs = [rig.load_job(chunk) for chunk in chunks]
+    results = rig.finish(jobs)
+    return [rig.check_load(job, chunk, results[job.id]) for job, chunk in zip(jobs, chunks, strict=True)]
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own", "anothers"])
+def test_chunks_of_one_segment_that_are_loaded_at_once_share_requests(
+    make_rig: MakeRig, seaweed: Server, own: bool
+) -> None:
+    writer, chunks = make_rig(seaweed, pack_wait_s=0.5, read_threads=1), smalls(30)
+    rig = writer if own else writer.again()
+    store_together(writer, chunks)
+    rig.until(lambda: own or rig.value("chunks_learned") == 30, "the segment to be found")
+    asked = rig.value("requests_get")
+    assert all(load_together(rig, random.Random(1).sample(chunks, 30)))
+    assert all(load_together(rig, [*chunks[:5], *chunks[:5], *chunks[20:]])), "some twice"
+    assert rig.value("requests_get") - asked < 20 and rig.value("loads_together") > 20
+
+
+def test_of_chunks_that_are_loaded_at_once_the_damaged_one_alone_is_a_miss(make_rig: MakeRig, seaweed: Server) -> None:
+    rig, chunks = make_rig(seaweed, pack_wait_s=0.5, read_threads=1), smalls(12)
+    store_together(rig, chunks)
+    (segment,) = rig.objects("segments/")
+    body = rig.get(segment)
+    at = body.index(chunks[5].payload)
+    rig.put(segment, body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :])
+    served = load_together(rig, chunks)
+    assert not served[5] and sum(served) >= 10, "the last of them may be asked for after the segment was given up"
+
+
 def test_a_small_chunk_that_nothing_joins_in_time_has_its_own_object(make_rig: MakeRig, seaweed: Server) -> None:
     rig, chunk = make_rig(seaweed), numbered(1)
     rig.store(chunk)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from forebay.errors import ConfigError, CorruptChunk
 from forebay.tiers.base import ChunkId, ClearScope, JobResult, LoadJob
 from forebay.tiers.fs.complaints import complain
+from forebay.tiers.fs.manifest import tenant_digest
 from forebay.tiers.s3.breaker import Breaker, State
 from forebay.tiers.s3.bucket import GivenUp
 from forebay.tiers.s3.budget import RetryBudget
@@ -39,6 +40,7 @@ from forebay.tiers.s3.slot import LoadSlot, TooLarge
 from tests.tiers.support import Made, make_chunk, numbered
 
 KEY = b"k" * 32
+ACME, OTHER = tenant_digest("acme"), tenant_digest("other")
 
 
 class Clock:
@@ -286,7 +288,7 @@ def test_a_segments_name_says_whose_it_is() -> None:
 
 
 def pieces(*chunks: Made) -> list[Piece]:
-    return [Piece(chunk.header, chunk.block, memoryview(chunk.payload)) for chunk in chunks]
+    return [Piece(chunk.header, chunk.length, (chunk.block, memoryview(chunk.payload))) for chunk in chunks]
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=60))
@@ -317,7 +319,7 @@ def test_an_index_with_any_byte_changed_or_missing_is_none() -> None:
 
 
 def sighting(segment: str = "", modified: float = 1.0) -> Sighting:
-    return Sighting(b"n" * 32, "acme", 0, 32, 4096, 5000, modified, segment)
+    return Sighting(b"n" * 32, ACME, 0, 32, 5000, 5000, modified, segment)
 
 
 def test_what_was_seen_or_missed_is_believed_for_a_while() -> None:
@@ -375,29 +377,30 @@ def test_clears_beyond_the_cap_become_one_that_covers_both() -> None:
     for number in range(OPEN_MAX + 1):
         clears.add(ClearScope(bytes([number]) * 32))
     assert len(clears) == OPEN_MAX and clears.merged == 1
-    assert all(clears.hide(bytes([number]) * 32, "", 0, 0.0) for number in range(OPEN_MAX + 1))
+    assert all(clears.hide(bytes([number]) * 32, ACME, 0, 0.0) for number in range(OPEN_MAX + 1))
 
 
 def test_a_clear_hides_what_is_older_and_nothing_else() -> None:
     clears = Clears()
     clear = clears.add(ClearScope(b"n" * 32, "acme", 2, b"p" * 32, 64))
     clear.before = 10.0
-    assert clears.hide(b"n" * 32, "acme", 64, 9.0)
-    assert not clears.hide(b"n" * 32, "acme", 32, 9.0), "it starts before the prefix's end"
-    assert not clears.hide(b"n" * 32, "acme", 64, 11.0), "it is younger"
-    assert not clears.hide(b"n" * 32, "other", 64, 9.0)
-    assert not clears.hide(b"o" * 32, "acme", 64, 9.0)
+    assert clears.hide(b"n" * 32, ACME, 64, 9.0)
+    assert not clears.hide(b"n" * 32, ACME, 32, 9.0), "it starts before the prefix's end"
+    assert not clears.hide(b"n" * 32, ACME, 64, 11.0), "it is younger"
+    assert not clears.hide(b"n" * 32, OTHER, 64, 9.0)
+    assert not clears.hide(b"o" * 32, ACME, 64, 9.0)
     clears.done(clear)
-    assert not clears.hide(b"n" * 32, "acme", 64, 9.0)
+    assert not clears.hide(b"n" * 32, ACME, 64, 9.0)
 
 
 def test_cards_remember_where_chunks_are(tmp_path) -> None:
     cards = Cards(tmp_path, 100)
     one, two, long = ChunkId(0, KEY), ChunkId(1, KEY), ChunkId(2, KEY)
-    cards.put([Written(one, Card("s", 0, 10, b"h")), Written(two, Card("s", 9, 10, b"h"))])
-    cards.put([Written(long, Card("", 0, 5, b"x" * (HEADER_KEPT + 1)))])
-    assert cards.get(one) == Card("s", 0, 10, b"h") and set(cards.members("s")) == {one, two} and cards.is_segment("s")
-    assert cards.get(long) == Card("", 0, 5, b""), "too long to be kept"
+    cards.put([Written(one, Card("s", 0, 9, 10, b"h")), Written(two, Card("s", 9, 9, 10, b"h"))])
+    cards.put([Written(long, Card("", 0, 5, 5, b"x" * (HEADER_KEPT + 1)))])
+    assert cards.get(one) == Card("s", 0, 9, 10, b"h")
+    assert set(cards.members("s")) == {one, two} and cards.is_segment("s")
+    assert cards.get(long) == Card("", 0, 5, 5, b""), "too long to be kept"
     cards.drop([one, two])
     assert cards.get(one) is None and not cards.is_segment("s")
     cards.begin("chunks/x")
