@@ -26,10 +26,11 @@ from forebay.tiers.p2p.errors import PeerError
 from forebay.tiers.p2p.fetch import Fetcher, Wanted, Ways
 from forebay.tiers.p2p.keys import KeyPair, own_pair, peer_key
 from forebay.tiers.p2p.loads import Loads
-from forebay.tiers.p2p.nixl import NixlAgent, NoRemote
+from forebay.tiers.p2p.nixl import NixlAgent
 from forebay.tiers.p2p.options import PeerAddress, Settings
 from forebay.tiers.p2p.peer import Peer, Self
 from forebay.tiers.p2p.push import Pushes
+from forebay.tiers.p2p.remote import NoRemote
 from forebay.tiers.p2p.server import Server
 from forebay.tiers.p2p.source import Source, StoreSource
 from forebay.tiers.p2p.stream import Place, Streams, StreamServer
@@ -203,10 +204,12 @@ class Engine:
         router = sockets.listening(context, listen, self._pair)
         opened.append(router)
         self._server = Server(router, name, boot, self._source, self.nixl or NoRemote())
-        if listen.loopback and self._settings.options.bulk in ("auto", "stream"):
+        if listen.loopback and self._settings.options.bulk != "frames":
             guests = self._server.guests
             self._stream_server = StreamServer(
-                listen.host, self._loop, self._source.lend, lambda ticket: guests.of_ticket(ticket) is not None,
+                listen.host, self._loop, self._source.lend, self._source.lend_at_once,
+                self.nixl or NoRemote(),
+                lambda ticket: guests.of_ticket(ticket) is not None,
                 self._settings.options.stall_s,
             )  # fmt: skip
             self._server.stream_port = self._stream_server.port
@@ -249,7 +252,7 @@ class Engine:
 
     def _greeted(self, peer: Peer, welcome: Welcome) -> None:
         address = next(p.address for p in self._settings.peers if p.name == peer.name)
-        if welcome.stream_port and address.loopback and self._settings.options.bulk in ("auto", "stream"):
+        if welcome.stream_port and address.loopback and self._settings.options.bulk != "frames":
             self._streams[peer.name] = Streams(Place(address.host, welcome.stream_port, welcome.ticket))
         if self.nixl is not None and welcome.nixl:
             self._spawn(self._meet, self.nixl, peer.name, Nixl(welcome.nixl, welcome.nixl_epoch))

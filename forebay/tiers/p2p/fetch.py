@@ -62,8 +62,8 @@ class Fetcher:
     async def fetch(self, wanted: Wanted, ways: Ways) -> Arrived:
         """Bring the chunk into its slot. Raises NotThere, PeerLost, PeerRefused, TooLate, CorruptChunk, Damaged,
         Unfenced."""
-        if ways.streams is not None and (ways.remote is None or self.nixl is None):
-            return await self._by_stream(wanted, ways.streams)
+        if ways.streams is not None:
+            return await self._by_stream(wanted, ways, ways.streams)
         with ways.link.request() as (rid, inbox):
             opened = await self._open(wanted, ways.link, rid, inbox)
             try:
@@ -112,10 +112,15 @@ class Fetcher:
             memory[have : have + size] = piece
             have += size
 
-    async def _by_stream(self, wanted: Wanted, streams: Streams) -> Arrived:
-        return await asyncio.get_running_loop().run_in_executor(self.threads, self._stream, wanted, streams)
+    async def _by_stream(self, wanted: Wanted, ways: Ways, streams: Streams) -> Arrived:
+        return await asyncio.get_running_loop().run_in_executor(self.threads, self._stream, wanted, ways, streams)
 
-    def _stream(self, wanted: Wanted, streams: Streams) -> Arrived:
+    def _stream(self, wanted: Wanted, ways: Ways, streams: Streams) -> Arrived:
+        if self.nixl is not None and ways.remote is not None and self.nixl.attached(wanted.job.extent):
+            arrived = self._placed(wanted, ways.remote, ways.remote_epoch, self.nixl, streams)
+            if arrived is not None:
+                return arrived
+
         def check(block: bytes, length: int) -> Callable[[int], None]:
             header = checked_header(block, length, self.namespaces)
             check_wanted(header, wanted.job.chunk, len(wanted.memory))
@@ -123,6 +128,36 @@ class Fetcher:
 
         got = streams.fetch(wanted.job.chunk, wanted.memory, wanted.due, self.stall_s, check)
         return Arrived(got.block, got.length, "stream")
+
+    def _placed(
+        self, wanted: Wanted, remote: str, epoch: int, nixl: NixlAgent, streams: Streams
+    ) -> Arrived | None:
+        """Ask over a stream where the chunk lies, and read it by NIXL. None if it is out of reach."""
+        placed = streams.open(wanted.job.chunk, len(wanted.memory), wanted.due, self.stall_s)
+        whole = False
+        try:
+            if not placed.address or placed.epoch != epoch:
+                return None
+            header = checked_header(placed.block, placed.length, self.namespaces)
+            check_wanted(header, wanted.job.chunk, len(wanted.memory))
+            memory = wanted.memory[: placed.length]
+            self._read(nixl, remote, placed.address, header, memory, wanted.due)
+            whole = True
+        finally:
+            if whole:
+                placed.done()
+            else:
+                placed.drop()
+        return Arrived(placed.block, placed.length, "nixl")
+
+    def _read(
+        self, nixl: NixlAgent, remote: str, address: int, header: ChunkHeader, memory: memoryview, due: float
+    ) -> None:
+        def read_and_verify() -> None:
+            nixl.read(remote, address, memory, due, self.stall_s)
+            _verify(header, memory)  # on the same thread, whose processor has the bytes in its cache
+
+        nixl.thread.submit(read_and_verify).result()
 
     async def _by_nixl(self, wanted: Wanted, ways: Ways, opened: Opened, memory: memoryview) -> bool:
         """Read by NIXL; False where that way isn't open."""

@@ -167,17 +167,3 @@ class NixlAgent:
     def close(self) -> None:
         """Take no more work."""
         self.thread.shutdown(wait=False, cancel_futures=True)
-
-
-class NoRemote:
-    """Where memory isn't given away."""
-
-    epoch = 0
-
-    def metadata(self) -> bytes:
-        """Nothing."""
-        return b""
-
-    def address(self, extent: int, offset: int) -> int:
-        """Nowhere."""
-        return 0

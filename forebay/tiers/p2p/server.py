@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
@@ -19,6 +19,7 @@ from forebay.errors import CorruptChunk, ProtocolError
 from forebay.tiers.chunks import verify_payload
 from forebay.tiers.p2p.checks import checked_header
 from forebay.tiers.p2p.guests import OPENS_MAX, PUSHES_MAX, Guest, Guests, Push
+from forebay.tiers.p2p.remote import Remote
 from forebay.tiers.p2p.sockets import Socket, send_now
 from forebay.tiers.p2p.source import NoRoom, Source
 from forebay.tiers.p2p.wire import (
@@ -61,20 +62,6 @@ BUSY_MAX = 32
 """Requests of one guest that wait for our daemon."""
 DAEMON_S = 5.0
 SWEEP_S = 1.0
-
-
-class Remote(Protocol):
-    """What can be read of this process's memory from outside; NIXL, or nothing."""
-
-    def metadata(self) -> bytes:
-        """For whoever may read; empty if nobody can."""
-
-    @property
-    def epoch(self) -> int:
-        """Grows when the metadata changes."""
-
-    def address(self, extent: int, offset: int) -> int:
-        """Where a piece of an extent lies; 0 if it can't be read."""
 
 
 @dataclass

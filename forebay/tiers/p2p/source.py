@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -37,13 +38,15 @@ RECONNECT_S = 0.25
 @dataclass(frozen=True, slots=True)
 class Loan:
     """A pinned chunk: its header block with the slot's own fields reset, and its payload in place. `address` is where
-    the payload lies for whoever may read this process's memory. `give_back` ends it; once is enough."""
+    the payload lies for whoever may read this process's memory. `give_back` ends it, once; on the loop, unless
+    `anywhere`."""
 
     block: bytes
     payload: memoryview
     extent: int
     offset: int
     give_back: Callable[[], None]
+    anywhere: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,9 @@ class Source(Protocol):
 
     async def lend(self, chunk: ChunkId) -> Loan | None:
         """Pin this chunk."""
+
+    def lend_at_once(self, chunk: ChunkId) -> Loan | None:
+        """A loan of what is pinned already, from any thread. None: `lend` has to be asked."""
 
     async def reserve(self, header: ChunkHeader, namespace: bytes) -> Room | NoRoom:
         """Room for a chunk that is pushed here."""
@@ -100,6 +106,7 @@ class _Lent:
     chunks: dict[ChunkId, ChunkRead]
     users: int = 0
     renewed: bool = False
+    over: bool = False
 
 
 @dataclass
@@ -119,6 +126,8 @@ class StoreSource:
         self._client = AsyncStoreClient(self.address, kind="peer")
         self._lent: deque[_Lent] = deque()
         self._by_chunk: dict[ChunkId, _Lent] = {}
+        self._lock = threading.Lock()
+        self._loop = asyncio.get_running_loop()
         self._lent_bytes = 0
         self._registered: set[bytes] = set()
         self._connection = 0
@@ -133,9 +142,10 @@ class StoreSource:
                 try:
                     await self._client.connect()
                     self._registered.clear()
-                    self._lent.clear()
-                    self._by_chunk.clear()
-                    self._lent_bytes = 0
+                    with self._lock:
+                        self._lent.clear()
+                        self._by_chunk.clear()
+                        self._lent_bytes = 0
                 except ForebayError as error:
                     self.counts["store_lost"] += 1
                     log.debug("p2p: this host's store isn't there yet: %s", error)
@@ -188,38 +198,46 @@ class StoreSource:
             return
         chunks = {ChunkId(chunk.group, chunk.key): chunk for chunk in held.chunks}
         lent = _Lent(held.lease, size, now + self.lend_s, chunks)
-        self._lent.append(lent)
-        self._by_chunk.update(dict.fromkeys(chunks, lent))
-        self._lent_bytes += size
+        with self._lock:
+            self._lent.append(lent)
+            self._by_chunk.update(dict.fromkeys(chunks, lent))
+            self._lent_bytes += size
 
     def _end_lent(self, now: float) -> None:
         """Those whose time is over count no more; a lease that was renewed meanwhile ends with its last user."""
-        while self._lent and self._lent[0].until <= now:
-            lent = self._lent.popleft()
-            self._lent_bytes -= lent.size
-            for chunk in lent.chunks:
-                if self._by_chunk.get(chunk) is lent:
-                    del self._by_chunk[chunk]
-            if lent.renewed and not lent.users:
-                self._client.release([lent.lease])
+        with self._lock:
+            while self._lent and self._lent[0].until <= now:
+                lent = self._lent.popleft()
+                self._lent_bytes -= lent.size
+                lent.over = True
+                for chunk in lent.chunks:
+                    if self._by_chunk.get(chunk) is lent:
+                        del self._by_chunk[chunk]
+                if lent.renewed and not lent.users:
+                    self._client.release([lent.lease])
 
-    def _lent_now(self, chunk: ChunkId) -> Loan | None:
-        """A loan of what is pinned already, for who was told of it a moment ago: the daemon isn't asked again."""
-        now = asyncio.get_running_loop().time()
-        lent = self._by_chunk.get(chunk)
-        if lent is None or lent.until - now < LENT_SHARE_LEFT * self.lend_s or not self._client.connected:
-            return None
-        try:
-            loan = self._loan(chunk, lent.chunks[chunk], lambda: self._used(lent))
-        except (CorruptChunk, KeyError):
-            return None
-        lent.users += 1
-        if not lent.renewed:
-            lent.renewed = True
-            task = asyncio.get_running_loop().create_task(self._renew(lent.lease))
-            self._renewing.add(task)
-            task.add_done_callback(self._renewing.discard)
+    def lend_at_once(self, chunk: ChunkId) -> Loan | None:
+        """For who was told of the chunk a moment ago: the daemon isn't asked again."""
+        with self._lock:
+            lent = self._by_chunk.get(chunk)
+            left = lent.until - self._loop.time() if lent is not None else 0.0
+            if lent is None or left < LENT_SHARE_LEFT * self.lend_s or not self._client.connected:
+                return None
+            try:
+                loan = self._loan(chunk, lent.chunks[chunk], lambda: self._used(lent), anywhere=True)
+            except (CorruptChunk, KeyError):
+                return None
+            lent.users += 1
+            self.counts["lent"] += 1
+            first, lent.renewed = not lent.renewed, True
+        if first:
+            self._loop.call_soon_threadsafe(self._renew_soon, lent.lease)
         return loan
+
+    def _renew_soon(self, lease: int) -> None:
+        task = self._loop.create_task(self._renew(lease))
+        self._renewing.add(task)
+        task.add_done_callback(self._renewing.discard)
 
     async def _renew(self, lease: int) -> None:
         # What is sent first is done first: the lease is renewed long before it ends.
@@ -227,17 +245,18 @@ class StoreSource:
             await self._client.join([lease], lease_ms=int(LOAN_S * 1000))
 
     def _used(self, lent: _Lent) -> None:
-        lent.users -= 1
-        if not lent.users and lent not in self._lent:
-            self._client.release([lent.lease])
+        with self._lock:
+            lent.users -= 1
+            last = lent.over and not lent.users
+        if last:
+            self._loop.call_soon_threadsafe(self._client.release, [lent.lease])
 
     def _block(self, chunk: ChunkRead) -> memoryview:
         return self.extents[chunk.extent][chunk.slot_offset : chunk.payload_offset]
 
     async def lend(self, chunk: ChunkId) -> Loan | None:
-        loan = self._lent_now(chunk)
+        loan = self.lend_at_once(chunk)
         if loan is not None:
-            self.counts["lent"] += 1
             return loan
         try:
             held = await self._client.hold([exact(chunk)], lease_ms=int(LOAN_S * 1000))
@@ -253,14 +272,16 @@ class StoreSource:
         self.counts["lent"] += 1
         return loan
 
-    def _loan(self, chunk: ChunkId, read: ChunkRead, give_back: Callable[[], None]) -> Loan:
+    def _loan(
+        self, chunk: ChunkId, read: ChunkRead, give_back: Callable[[], None], *, anywhere: bool = False
+    ) -> Loan:
         block = bytearray(self._block(read))
         header = decode_header(memoryview(block))
         if (header.group, header.key, header.payload_length) != (chunk.group, chunk.key, read.length):
             raise CorruptChunk("the slot holds another chunk than the one that was promised")
         mark_slot(memoryview(block), SlotState.COMMITTED, 0)
         payload = self.extents[read.extent][read.payload_offset : read.payload_offset + read.length]
-        return Loan(bytes(block), payload, read.extent, read.payload_offset, give_back)
+        return Loan(bytes(block), payload, read.extent, read.payload_offset, give_back, anywhere)
 
     # --- writing ---------------------------------------------------------------------------------------
 

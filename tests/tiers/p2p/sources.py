@@ -68,6 +68,9 @@ class DictSource:
         self.lent += 1
         return Loan(kept.block, memoryview(kept.payload), 0, 0, self._give_back)
 
+    def lend_at_once(self, chunk: ChunkId) -> Loan | None:
+        return None
+
     def _give_back(self) -> None:
         self.lent -= 1
 
