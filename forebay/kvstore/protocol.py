@@ -17,6 +17,8 @@ from forebay.tiers.base import Query
 PROTOCOL_VERSION = 1
 CLIENT_ID_BYTES = 16
 LOOKUP_TOKENS_MAX = 2 << 20
+LOOKUP_CHUNKS_MAX = 1 << 14
+"""Both bound what one question may take: its tokens, and the places that are looked at one by one."""
 EXTRA_BYTES_MAX = 4096
 WRITERS_MAX = 64
 """Connections that may write one chunk together."""

@@ -22,6 +22,7 @@ from forebay.kvstore.extents import ClientLocks, PoolFiles
 from forebay.kvstore.header import TENANT_BYTES_MAX, SlotState
 from forebay.kvstore.identity import (
     KEY_BYTES,
+    Namespace,
     chunk_keys,
     decode_namespace,
     encode_namespace,
@@ -33,6 +34,7 @@ from forebay.kvstore.protocol import (
     BATCH_ITEMS_MAX,
     DEADLINE_S_MAX,
     EXTRA_BYTES_MAX,
+    LOOKUP_CHUNKS_MAX,
     LOOKUP_TOKENS_MAX,
     Abort,
     Check,
@@ -248,8 +250,9 @@ class StoreService:
     def _prompt(self, request: Lookup | Explain, limit: int) -> Prompt:
         """The question of a request, checked. Raises RequestRefused."""
         namespace = known_namespace(self.core, request.namespace)
-        if len(request.tokens) > 4 * LOOKUP_TOKENS_MAX or len(request.extra) > EXTRA_BYTES_MAX:
-            raise RequestRefused("limits", f"a lookup has at most {LOOKUP_TOKENS_MAX} tokens")
+        most = _tokens_max(namespace)
+        if len(request.tokens) > 4 * most or len(request.extra) > EXTRA_BYTES_MAX:
+            raise RequestRefused("limits", f"a lookup has at most {most} tokens, in chunks of {namespace.chunk_tokens}")
         if isinstance(request, Lookup) and len(request.tenant.encode()) > TENANT_BYTES_MAX:
             raise RequestRefused("limits", f"a tenant's id has at most {TENANT_BYTES_MAX} bytes")
         if len(request.root) != KEY_BYTES:
@@ -263,7 +266,7 @@ class StoreService:
             request.namespace, namespace, request.root, request.tokens, keys, limit, request.extra, lease_s, tenant,
             request.tokens_from if isinstance(request, Lookup) else 0,
         )  # fmt: skip
-        if not 0 <= prompt.tokens_from <= LOOKUP_TOKENS_MAX or prompt.tokens_from % namespace.chunk_tokens:
+        if not 0 <= prompt.tokens_from <= most or prompt.tokens_from % namespace.chunk_tokens:
             raise RequestRefused("limits", f"tokens from {prompt.tokens_from} on don't begin where a chunk does")
         if len(keys) != -(-prompt.whole // namespace.chunk_tokens) * KEY_BYTES:
             raise RequestRefused("limits", "a lookup has one 32-byte key for each chunk that its whole units touch")
@@ -289,8 +292,8 @@ class StoreService:
     async def _warm(self, connection: Connection, client: Client, request: Warm) -> Warmed:
         namespace = known_namespace(self.core, request.namespace)
         tokens = len(request.keys) // KEY_BYTES * namespace.chunk_tokens
-        if len(request.keys) % KEY_BYTES or tokens > LOOKUP_TOKENS_MAX or len(request.extra) > EXTRA_BYTES_MAX:
-            limits = f"a chain to warm has 32-byte keys, of at most {LOOKUP_TOKENS_MAX} tokens in all"
+        if len(request.keys) % KEY_BYTES or tokens > _tokens_max(namespace) or len(request.extra) > EXTRA_BYTES_MAX:
+            limits = f"a chain to warm has 32-byte keys, of at most {_tokens_max(namespace)} tokens in all"
             raise RequestRefused("limits", limits)
         if len(request.root) != KEY_BYTES or len(request.tenant.encode()) > TENANT_BYTES_MAX:
             raise RequestRefused("limits", f"a chain begins at a key of {KEY_BYTES} bytes")
@@ -478,6 +481,10 @@ class StoreService:
         until = loop.time() + timeout_s
         while self.cascade.storing and loop.time() < until:
             await asyncio.sleep(0.02)
+
+
+def _tokens_max(namespace: Namespace) -> int:
+    return min(LOOKUP_TOKENS_MAX, LOOKUP_CHUNKS_MAX * namespace.chunk_tokens)
 
 
 def _tokens_by_tier(prompt: Prompt, pinned: Pinned, origins: dict[Entry, str]) -> dict[str, int]:

@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from forebay.errors import StoreUnavailable
+from forebay.errors import RequestRefused, StoreUnavailable
 from forebay.ipc.framing import FrameBuffer
-from forebay.kvstore.client import AsyncStoreClient
+from forebay.kvstore.client import AsyncStoreClient, StoreClient
 from forebay.kvstore.core import Client
+from forebay.kvstore.identity import Namespace
 from forebay.kvstore.limits import Limits
 from forebay.kvstore.protocol import (
     BATCH_ITEMS_MAX,
+    LOOKUP_CHUNKS_MAX,
     REPLIES,
     REQUESTS,
     Abort,
@@ -39,6 +41,7 @@ from forebay.kvstore.protocol import (
 from forebay.kvstore.server import Connection
 from tests.faults.inprocess import SPEC, InProcessDaemon, config, started
 from tests.kvstore.running import Store, prompt_of
+from tests.kvstore.support import namespace
 
 HELLO = Hello(rid=1, client=os.urandom(16), kind="raw")
 MORE = BATCH_ITEMS_MAX + 1
@@ -171,3 +174,16 @@ def test_a_client_that_ends_within_its_batch_leaves_nothing_behind(tmp_path: Pat
         assert values["host.reserved_bytes"] == values["host.quarantined_bytes"] == 0
 
     with_daemon(tmp_path, use)
+
+
+def test_a_question_about_more_chunks_than_can_be_looked_at_is_refused(store: Store) -> None:
+    spec = Namespace(weights=b"w" * 32, groups=namespace().groups, chunk_tokens=16)
+    prompt = prompt_of(spec, [7] * (16 * (LOOKUP_CHUNKS_MAX + 1)))
+    with StoreClient(store.address) as client:
+        client.register(spec)
+        with pytest.raises(RequestRefused, match="chunks of 16"):
+            client.explain(spec.id, prompt.root, prompt.tokens)
+        with pytest.raises(RequestRefused, match="a chain to warm"):
+            client.warm(spec.id, prompt.root, prompt.keys, deadline_ms=0)
+        most = prompt_of(spec, [7] * (16 * LOOKUP_CHUNKS_MAX))
+        assert client.warm(spec.id, most.root, most.keys, deadline_ms=0).hit == 0
