@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -59,7 +60,10 @@ def mutant(name: str) -> Callable[[Callable[[ExitStack], None]], Callable[[ExitS
 
 
 def replace(stack: ExitStack, owner: Any, name: str, new: Any) -> None:
-    """Put `new` in place of what is there, which must be."""
+    """Put `new` in place of what is there, which must be, and must take as many arguments: a mistake that is noticed
+    because it can't be called shows nothing."""
+    theirs, ours = (inspect.signature(function).parameters.values() for function in (getattr(owner, name), new))
+    assert len(theirs) == len(ours) or any(p.kind is p.VAR_POSITIONAL for p in ours), f"{name} is called otherwise"
     stack.enter_context(patch.object(owner, name, new))
 
 
@@ -173,7 +177,7 @@ def _forget_lost(stack: ExitStack) -> None:
 
 @mutant("cascade-uncapped")
 def _cascade_uncapped(stack: ExitStack) -> None:
-    replace(stack, Cascade, "_cap", lambda self, length: float("inf"))
+    replace(stack, Cascade, "_cap", lambda self, tier, length: float("inf"))
 
 
 @mutant("waiters-share-one-pin")
