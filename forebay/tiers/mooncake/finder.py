@@ -136,11 +136,14 @@ class Finder:
             self._wake()
 
     def _ask(self, chunks: list[ChunkId]) -> dict[ChunkId, Place | None]:
-        """What is known now. Of what the master didn't answer in time nothing is: it is asked for again."""
+        """What is known now. What the master didn't answer in time is asked for again; without a master, all that
+        isn't known is a miss for a moment."""
         found = self._remote.find(chunks)
-        if unknown := len(chunks) - len(found):
-            self.counts["lookups_failed"] += unknown
-            complain("lookup", "the master didn't answer for %d keys in time", unknown)
+        if unknown := [chunk for chunk in chunks if chunk not in found]:
+            self.counts["lookups_failed"] += len(unknown)
+            complain("lookup", "the master didn't answer for %d keys", len(unknown))
+            if self._remote.unreachable:
+                found |= dict.fromkeys(unknown)
         return found
 
     def _learn(self, found: dict[ChunkId, Place | None]) -> None:

@@ -38,6 +38,8 @@ class Holdings:
         self.quota = quota
         self._chunks_max = chunks_max
         self._lock = threading.Lock()
+        self.telling = threading.Lock()
+        """Held from a change of the account until it has been told, so that changes are told in their order."""
         self._storing: dict[ChunkId, int] = {}
         self._warm: OrderedDict[ChunkId, int] = OrderedDict()
         self._cold: OrderedDict[ChunkId, int] = OrderedDict()

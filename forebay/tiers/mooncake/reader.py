@@ -31,7 +31,7 @@ from forebay.tiers.mooncake.finder import Finder
 from forebay.tiers.mooncake.holdings import Holdings
 from forebay.tiers.mooncake.loads import Load
 from forebay.tiers.mooncake.memory import Area, Areas
-from forebay.tiers.mooncake.remote import Place, Remote, is_absent, is_rpc_failure, span_of
+from forebay.tiers.mooncake.remote import TRANSFER_FAILED, Place, Remote, is_absent, span_of
 from forebay.tiers.mooncake.removals import Removals
 from forebay.tiers.mooncake.suspects import Suspects
 from forebay.tiers.mooncake.timers import Timers
@@ -123,8 +123,8 @@ class Reader:
         targets = [area.span(offsets[chunk], place.length) for chunk, place in places.items()]
         with self.watch.call(lambda: self._hangs(endpoint)):
             codes = dict(zip(places, self._remote.get(list(places), targets), strict=True))
-        if all(code > 0 for code in codes.values()):
-            self._suspects.trust(endpoint)
+        if TRANSFER_FAILED not in codes.values():
+            self._suspects.trust(endpoint)  # else it was the master that took so long
         for load, place in loads:
             code = codes[load.job.chunk]
             if code == place.length:
@@ -134,7 +134,7 @@ class Reader:
                 self._missing(load)
             else:
                 complain("load", "a load from %s failed (code %d)", endpoint, code)
-                if not is_rpc_failure(code):
+                if code == TRANSFER_FAILED:
                     self._suspects.suspect(endpoint, FAILED_S)
                 self._finder.forget([load.job.chunk])
                 self.fail(load, "io")

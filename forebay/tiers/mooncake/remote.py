@@ -25,8 +25,10 @@ NO_ROOM = -200
 NOT_FOUND = -704
 LEASE_EXPIRED = -707
 """The chunk may have been evicted while it was read: what came may be something else."""
+TRANSFER_FAILED = -800
+"""A host of the pool didn't do its part."""
 _RPC = range(-999, -899)
-_RPC_FAILED, _RPC_TIMEOUT = -900, -901
+_RPC_FAILED = -900
 
 
 def is_absent(code: int) -> bool:
@@ -72,6 +74,9 @@ def route_to(address: Address, timeout_s: float = CONNECT_S) -> str:
 class Remote:
     """A client of one pool, which lends it memory too."""
 
+    unreachable = False
+    """Was there no master when it was last asked? One that listens but doesn't answer isn't meant."""
+
     def __init__(self, name: str, options: MooncakeOptions) -> None:
         """Connect. Raises ConfigError without the library, TierUnavailable without a master."""
         facing = route_to(options.address)  # the library itself would try for a minute and a half
@@ -100,9 +105,11 @@ class Remote:
             try:
                 route_to(self._master, _RECONNECT_S)
             except TierUnavailable:
+                self.unreachable = True
                 return [_RPC_FAILED] * count
         codes = [int(code) for code in ask()]
         self._master_failed = any(is_rpc_failure(code) for code in codes)
+        self.unreachable = _RPC_FAILED in codes
         return codes
 
     def key(self, chunk: ChunkId) -> str:
@@ -135,21 +142,21 @@ class Remote:
         return self._asked(len(keys), lambda: self._store.batch_is_exist(keys))
 
     def find(self, chunks: Sequence[ChunkId]) -> dict[ChunkId, Place | None]:
-        """Length and host of each, as far as the master knows; None if it has none. A chunk for which it didn't
-        answer in time isn't in the result; without a master there is nothing."""
+        """Length and host of each, None if no host has it in memory. Those for which the master didn't answer aren't
+        in the result."""
         codes = dict(zip(chunks, self.exist(chunks), strict=True))
+        absent: dict[ChunkId, Place | None] = {chunk: None for chunk, code in codes.items() if code == 0}
         there = [chunk for chunk, code in codes.items() if code == 1]
         # Only of those: for others the library writes a line into the log.
-        places = self._places(there) if there else {}
-        return {chunk: places.get(chunk) for chunk, code in codes.items() if code != _RPC_TIMEOUT}
+        return absent | (self._places(there) if there else {})
 
-    def _places(self, chunks: Sequence[ChunkId]) -> dict[ChunkId, Place]:
+    def _places(self, chunks: Sequence[ChunkId]) -> dict[ChunkId, Place | None]:
         by_key = {self.key(chunk): chunk for chunk in chunks}
-        found = {}
+        found: dict[ChunkId, Place | None] = {}
         for key, replicas in self._store.batch_get_replica_desc(list(by_key)).items():
             buffers = [r.get_memory_descriptor().buffer_descriptor for r in replicas if r.is_memory_replica()]
-            if buffers:
-                found[by_key[key]] = Place(int(buffers[0].size), str(buffers[0].transport_endpoint))
+            places = [Place(int(buffer.size), str(buffer.transport_endpoint)) for buffer in buffers]
+            found[by_key[key]] = places[0] if places else None
         return found
 
     def remove(self, chunks: Sequence[ChunkId]) -> list[int]:

@@ -75,10 +75,11 @@ class Removals:
         return done
 
     def _left(self, chunk: ChunkId) -> None:
-        left = self._holdings.gone(chunk)
-        if left is not None and left.held:
-            self.counts["evicted"] += left.reason == "evicted"
-            self._outbox.change(TierChange(chunk, False, left.reason))
+        with self._holdings.telling:
+            left = self._holdings.gone(chunk)
+            if left is not None and left.held:
+                self.counts["evicted"] += left.reason == "evicted"
+                self._outbox.change(TierChange(chunk, False, left.reason))
 
     def _work(self) -> None:
         next_sweep = time.monotonic() + self._sweep_s
@@ -118,9 +119,10 @@ class Removals:
     def vanished(self, chunk: ChunkId, counted_as: str) -> None:
         """A chunk isn't in the pool any more, without our doing."""
         self._finder.forget([chunk])
-        if self._holdings.vanished(chunk):
-            self.counts[counted_as] += 1
-            self._outbox.change(TierChange(chunk, False, "evicted"))
+        with self._holdings.telling:
+            if self._holdings.vanished(chunk):
+                self.counts[counted_as] += 1
+                self._outbox.change(TierChange(chunk, False, "cleared" if counted_as == "cleared" else "evicted"))
 
     def close(self, timeout_s: float) -> bool:
         """Remove what waits, if the master answers, and end. False if the thread didn't end in time."""

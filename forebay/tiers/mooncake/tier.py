@@ -92,6 +92,7 @@ class MooncakeTier(SecondaryTier):
         )  # fmt: skip
         for watch, threads in ((self._reader.watch, self._readers), (self._writer.watch, self._writers)):
             watch.hangs, watch.hangs_no_more = threads.hangs, threads.hangs_no_more
+        self._loads: dict[int, Load] = {}
         self._dropped = 0
         self._removals.start()
 
@@ -124,8 +125,16 @@ class MooncakeTier(SecondaryTier):
     def submit_load(self, job: LoadJob) -> None:
         memory = self._extents[job.extent][job.payload_offset : job.payload_offset + job.capacity]
         load = Load(job, memory, self._clock() + job.deadline_s, self._outbox.finish)
+        self._loads[job.id] = load
         timer = self._timers.add(load.due, lambda: self._reader.fail(load, "late"))
-        load.then = lambda: self._timers.cancel(timer)
+
+        def ended() -> None:
+            self._timers.cancel(timer)
+            self._loads.pop(job.id, None)
+
+        load.then = ended
+        if not load.open:  # it was late at once
+            ended()
         if not self._readers.submit(load, job.capacity):
             self._reader.fail(load, "dropped")
 
@@ -178,7 +187,7 @@ class MooncakeTier(SecondaryTier):
             "jobs_dropped": self._dropped, "segment_bytes": self.options.segment_bytes,
             "threads_hanging": self._readers.hanging + self._writers.hanging, "hosts_suspected": len(self._suspects),
             "lookups_waiting": self._finder.waiting, "lookups_known": len(self._finder),
-            "timers": len(self._timers), "changes_waiting": self._outbox.waiting,
+            "loads_open": len(self._loads), "timers": len(self._timers), "changes_waiting": self._outbox.waiting,
             "area_bytes": self._reader.areas.bytes,
             "batch_crashes": self._readers.crashes + self._writers.crashes, **self._pool,
         }  # fmt: skip
@@ -190,6 +199,8 @@ class MooncakeTier(SecondaryTier):
         ended = self._writers.close(CLOSE_S) and self._readers.close(CLOSE_S)
         ended = self._removals.close(CLOSE_S) and self._finder.close(CLOSE_S) and ended
         self._timers.close()
+        for load in list(self._loads.values()):
+            self._reader.fail(load, "dropped")  # its call hangs, and its slot isn't in the call's hands
         if not ended:
             log.error("tier %s: a call into Mooncake hangs; its memory is left to the process's end", self.name)
             return

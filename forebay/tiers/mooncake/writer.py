@@ -171,8 +171,9 @@ class Writer:
     def _ended(self, one: _Ready, code: int) -> str:
         """Enter one chunk's end into the account; returns why it failed, empty if it didn't."""
         job = one.work.job
-        if self._holdings.end(job.chunk, stored=code == 0, cold=job.cold):
-            self._outbox.change(TierChange(job.chunk, True, "", header_block(one.slot.block)))
+        with self._holdings.telling:
+            if self._holdings.end(job.chunk, stored=code == 0, cold=job.cold):
+                self._outbox.change(TierChange(job.chunk, True, "", header_block(one.slot.block)))
         self._finder.forget([job.chunk])
         if code == 0:
             self.counts["stored_bytes"] += job.length
