@@ -112,12 +112,12 @@ def main(arguments: list[str] | None = None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="forebay-many-", dir=options.directory))
     try:
         found = measure(folder, options.files)
+        print(
+            f"{found.chunks:,.0f} chunks: first hit {found.clean:.2f} s after the command, {found.killed:.2f} s after "
+            f"SIGKILL and the command; {found.walked:,.0f} files walked over by then", flush=True,
+        )  # fmt: skip
     finally:
         shutil.rmtree(folder)
-    print(
-        f"{found.chunks:,.0f} chunks: first hit {found.clean:.2f} s after the command, {found.killed:.2f} s after "
-        f"SIGKILL and the command; {found.walked:,.0f} files walked over by then"
-    )
     return 0
 
 
