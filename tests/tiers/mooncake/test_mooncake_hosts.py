@@ -16,7 +16,7 @@ from forebay.testing.conformance import Driver, InProcess, Made, OwnProcess, Poo
 from forebay.testing.mooncake import Master, Member
 from forebay.tiers.base import ClearScope
 from forebay.tiers.host import TierHost
-from forebay.tiers.mooncake import library
+from forebay.tiers.mooncake import library, tier
 from forebay.tiers.mooncake.options import SEGMENT_BYTES_MIN
 from forebay.tiers.mooncake.tier import MooncakeTier
 from forebay.tiers.registry import create_tier
@@ -91,6 +91,24 @@ def test_a_host_that_hangs_costs_a_deadline_once_and_writes_nothing_later(master
         assert all(bytes(slot) == b"\x77" * len(slot) for slot in slots), "bytes came after the deadline"
 
 
+def test_a_close_ends_loads_whose_call_hangs(
+    master: Master, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier, "CLOSE_S", 0.5)
+    chunk = numbered(1)
+    with Member(master) as hanging, joined(master, pool) as other, joined(master, pool) as driver:
+        stored(other, [chunk])
+        hanging.pause()
+        job = driver.load_job(chunk, deadline_s=60.0)
+        driver.engine.begin([job])
+        driver.until(lambda: driver.value("threads_hanging") == 1, "the hang to be noticed")
+        began = time.monotonic()
+        driver.end()
+        assert time.monotonic() - began < 10.0
+        assert [result.reason for result in driver.results] == ["dropped"]
+        hanging.resume()
+
+
 def test_a_host_that_hangs_holds_up_the_stores_that_go_there_and_no_others(master: Master, pool: Pool) -> None:
     """A host that was never spoken to hangs a call for a minute."""
     with Member(master) as hanging, joined(master, pool, write_threads=1) as driver:
@@ -113,6 +131,7 @@ def test_a_master_that_dies_and_comes_back_has_forgotten_everything(master: Mast
         assert not any(driver.serves(chunk) for chunk in chunks)
         driver.until(lambda: not driver.has(chunks[0]), "a lookup without a master")
         assert not driver.store(numbered(9)).ok
+        assert driver.value("chunks") == 4 and all(change.stored for change in driver.changes), "nobody knows better"
         master.start()
         driver.until(lambda: driver.store(numbered(10)).ok, "the pool to be there again")
         assert not any(driver.has(chunk) or driver.serves(chunk) for chunk in chunks)
