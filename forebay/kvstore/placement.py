@@ -322,9 +322,7 @@ class Placement:
         """Nobody pins `entry` any more, and nobody has used it: it is the first to go, if it may go at all."""
         self.may_have_room()
         self.busy[entry.slot.extent] -= 1
-        account = self._account(entry)
-        account.offer(entry, kept=entry in self.kept)
-        account.policy.demote(entry)
+        self._account(entry).offer(entry, kept=entry in self.kept, used=False)
 
     def coldest(self) -> Entry | None:
         """What goes next if room is needed for no slot size and no tenant in particular, as far as that can be said."""

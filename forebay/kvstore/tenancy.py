@@ -100,9 +100,13 @@ class Account:
         victims = (self.victim(size, kept) for size in self.sizes)
         return min((v for v in victims if v is not None), key=lambda entry: entry.stamp, default=None)
 
-    def offer(self, entry: Entry, *, kept: bool) -> None:
-        """`entry` may be evicted from now on, and was just used."""
-        (self.kept if kept else self.policy).add(entry)
+    def offer(self, entry: Entry, *, kept: bool, used: bool = True) -> None:
+        """`entry` may be evicted from now on, and was just used; or else is the first to go."""
+        policy = self.kept if kept else self.policy
+        if used:
+            policy.add(entry)
+        else:
+            policy.put_back(entry)
         self.evictable += entry.slot_bytes
         self.sizes[entry.slot_bytes] = self.sizes.get(entry.slot_bytes, 0) + 1
 

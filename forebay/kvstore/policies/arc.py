@@ -97,6 +97,13 @@ class Arc(EvictionPolicy):
         if here.discard(entry):
             here.once.push_first(entry)
 
+    def put_back(self, entry: Entry) -> None:
+        if not isinstance(entry.note, Seen):
+            super().put_back(entry)
+            return
+        here = self._of(entry.slot_bytes)
+        (here.again if entry.note is Seen.AGAIN else here.once).push_first(entry)
+
     def remove(self, entry: Entry) -> None:
         self._of(entry.slot_bytes).discard(entry)
 

@@ -65,6 +65,11 @@ class EvictionPolicy(ABC):
     def demote(self, entry: Entry) -> None:
         """`entry` is the least worth keeping. Ignored if unknown."""
 
+    def put_back(self, entry: Entry) -> None:
+        """`entry` is evictable again, was not used, and is the least worth keeping."""
+        self.add(entry)
+        self.demote(entry)
+
     @abstractmethod
     def remove(self, entry: Entry) -> None:
         """`entry` is pinned or gone. Ignored if unknown."""

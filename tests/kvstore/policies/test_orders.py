@@ -19,6 +19,7 @@ from forebay.kvstore.policies.registry import POLICY_NAMES, make_policy
 from forebay.kvstore.policies.s3fifo import S3Fifo
 from tests.kvstore.policies.family import SIZES, Family, SmallStore, make_entry
 from tests.kvstore.policies.naive import NaiveArc, NaiveS3Fifo
+from tests.kvstore.support import bare_entry
 
 MODELS: dict[str, tuple[Callable[[Lineage], EvictionPolicy], Callable[[Lineage], EvictionPolicy]]] = {
     "lru": (Lru, NaiveLru),
@@ -222,3 +223,23 @@ def test_an_order_is_what_a_list_would_be() -> None:
         assert order.first is (model[0] if model else None)
         assert all((item in order) == (item in model) for item in items)
     assert repr(items[0]).startswith("Entry("), "a chain of links is not printed"
+
+
+def test_what_arc_gives_out_and_takes_back_unused_stands_where_it_stood() -> None:
+    policy = Arc()
+    entries = [bare_entry(key=bytes([number]) * 32) for number in range(8)]
+    for entry in entries:
+        policy.add(entry)
+    for entry in entries[4:]:
+        policy.remove(entry)
+        policy.add(entry)  # used again
+    before = list(policy)
+    for entry in (entries[0], entries[4]):
+        policy.remove(entry)
+        policy.put_back(entry)
+    assert list(policy) == before
+    policy.evicted(entries[0])
+    policy.forget(entries[0])
+    again = bare_entry(key=entries[0].key)
+    policy.add(again)
+    assert policy._of(again.slot_bytes).target > 0, "it was evicted from those that were used once"
