@@ -33,7 +33,8 @@ from forebay.tiers.p2p.push import Pushes
 from forebay.tiers.p2p.remote import NoRemote
 from forebay.tiers.p2p.server import Server
 from forebay.tiers.p2p.source import Source, StoreSource
-from forebay.tiers.p2p.stream import Place, Streams, StreamServer
+from forebay.tiers.p2p.stream_server import StreamServer
+from forebay.tiers.p2p.streams import Place, Streams
 from forebay.tiers.p2p.wire import Nixl, Welcome, batches, sound
 
 log = logging.getLogger("forebay.tier.p2p")

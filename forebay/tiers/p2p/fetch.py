@@ -18,7 +18,7 @@ from forebay.tiers.p2p.checks import check_wanted, checked_header
 from forebay.tiers.p2p.errors import Damaged, NotThere, PeerLost, PeerRefused, TooLate
 from forebay.tiers.p2p.link import Inbox, Link
 from forebay.tiers.p2p.nixl import NixlAgent
-from forebay.tiers.p2p.stream import Streams
+from forebay.tiers.p2p.streams import Streams
 from forebay.tiers.p2p.wire import PIECE_BYTES, WINDOW, Bytes, Close, NotOpened, Open, Opened, Read
 
 

@@ -110,7 +110,7 @@ class _Lent:
 
 
 @dataclass
-class StoreSource:
+class StoreSource(Source):
     """The real one. `extents` are those of the tier, which are the daemon's; `namespaces` encodings by id."""
 
     address: str
