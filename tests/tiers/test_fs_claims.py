@@ -16,7 +16,7 @@ from forebay.errors import NotWritable
 from forebay.tiers.base import ChunkId
 from forebay.tiers.fs import journal
 from forebay.tiers.fs.claims import VERSIONS_KEPT, Claim, Claims, Table
-from forebay.tiers.fs.journal import BUFFER_MAX, FILE_ENTRIES_MAX, Journal, Note, end_of, read_on
+from forebay.tiers.fs.journal import BUFFER_MAX, CAME, FILE_ENTRIES_MAX, LEFT, USED, Journal, Note, end_of, read_on
 from forebay.tiers.fs.paths import Paths
 from forebay.tiers.fs.presence import Onlooker, Pulse, Signs, file_system, is_locked, signs_for
 
@@ -108,20 +108,20 @@ def chunk(number: int) -> ChunkId:
 
 def test_a_reader_gets_every_entry_once_across_files(tmp_path: Path) -> None:
     writer = Journal(tmp_path)
-    writer.note(chunk(0), stored=True)
+    writer.note(chunk(0), USED)
     assert writer.waiting == 0, "nobody reads"
     writer.open()
     place = end_of(tmp_path)
     assert place is not None
     seen: list[Note] = []
     for number in range(3 * FILE_ENTRIES_MAX):
-        writer.note(chunk(number), stored=number % 3 > 0)
+        writer.note(chunk(number), CAME if number % 3 else LEFT)
         if number % 100 == 99:
             writer.flush()
             news = read_on(tmp_path, place)
             assert not news.lost and news.place is not None
             seen, place = seen + news.notes, news.place
-    assert seen == [Note(chunk(number), number % 3 > 0) for number in range(len(seen))]
+    assert seen == [Note(chunk(number), CAME if number % 3 else LEFT) for number in range(len(seen))]
     assert len(seen) == 3 * FILE_ENTRIES_MAX
     assert len(list(tmp_path.iterdir())) <= 2
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 64 << 10
@@ -134,7 +134,7 @@ def test_a_reader_who_was_away_for_too_long_is_told_so(tmp_path: Path) -> None:
     place = end_of(tmp_path)
     assert place is not None
     for number in range(4 * FILE_ENTRIES_MAX):
-        writer.note(chunk(number), stored=True)
+        writer.note(chunk(number), USED)
         if number % 300 == 0:
             writer.flush()
     news = read_on(tmp_path, place)
@@ -149,7 +149,7 @@ def test_a_full_buffer_begins_the_journal_anew(tmp_path: Path) -> None:
     place = end_of(tmp_path)
     assert place is not None
     for number in range(BUFFER_MAX + 5):
-        writer.note(chunk(number), stored=True)
+        writer.note(chunk(number), USED)
     assert writer.waiting == BUFFER_MAX
     writer.flush()
     assert read_on(tmp_path, place).lost and writer.waiting == 0
@@ -160,7 +160,7 @@ def test_a_write_that_fails_is_made_again(tmp_path: Path, monkeypatch: pytest.Mo
     writer.open()
     place = end_of(tmp_path)
     assert place is not None
-    writer.note(chunk(1), stored=True)
+    writer.note(chunk(1), USED)
     real = os.pwrite
 
     def partly(descriptor: int, data: bytes, offset: int) -> int:
@@ -173,7 +173,7 @@ def test_a_write_that_fails_is_made_again(tmp_path: Path, monkeypatch: pytest.Mo
             writer.flush()
     assert read_on(tmp_path, place).notes == []
     writer.flush()
-    assert read_on(tmp_path, place).notes == [Note(chunk(1), True)]
+    assert read_on(tmp_path, place).notes == [Note(chunk(1), USED)]
 
 
 # --- who is alive --------------------------------------------------------------------------------------------

@@ -231,6 +231,20 @@ def test_a_damaged_file_of_another_store_is_moved_aside_there(several: Several) 
     assert second.store(chunk).ok and first.serves(chunk)
 
 
+def test_what_others_load_is_not_taken_for_unused(several: Several) -> None:
+    first, second = two(several)
+    loaded, idle = numbered(0, granule=BIG), numbered(1, granule=BIG)
+    first.store(loaded)
+    first.store(idle)
+    for i in range(2, 30):
+        first.store(numbered(i, granule=BIG))
+    assert second.serves(loaded)
+    several.until(lambda: first.value("used_elsewhere") == 1, "the news")
+    for i in range(30, 40):
+        first.store(numbered(i, granule=BIG))
+    assert first.serves(loaded) and not first.serves(idle)
+
+
 # --- the quota -----------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,8 @@
 """What comes into a seat and leaves it, appended to small files for the other stores of the directory.
 
-    journal/<epoch>-<number>    entries of 34 bytes: "+" or "-", the group, the key
+    journal/<epoch>-<number>    entries of 34 bytes: what, the group, the key
+
+"+" came, "-" left, "u" has been loaded from another seat: its owner shall not take it for unused.
 
 Entries are hints and nothing more: whoever reads one looks at the file it names. Two files are kept, the older one
 goes when the newer is full. A reader who finds its place gone compares all names once (`Mirror.scan`) and reads on.
@@ -18,6 +20,7 @@ from pathlib import Path
 from forebay.kvstore.identity import KEY_BYTES
 from forebay.tiers.base import ChunkId
 
+CAME, LEFT, USED = b"+", b"-", b"u"
 ENTRY_BYTES = 2 + KEY_BYTES
 FILE_ENTRIES_MAX = 900
 """About 30 KiB a file. A reader looks four times a second: 3,600 chunks a second before it has to compare names."""
@@ -35,10 +38,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One entry."""
+    """One entry; `what` is one of CAME, LEFT, USED."""
 
     chunk: ChunkId
-    stored: bool
+    what: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +84,11 @@ class Journal:
     def _path(self) -> Path:
         return self._folder / f"{self._epoch}-{self._number:09d}"
 
-    def note(self, chunk: ChunkId, *, stored: bool) -> None:
+    def note(self, chunk: ChunkId, what: bytes) -> None:
         """Tell of a chunk. Doesn't block; forgotten while nobody reads."""
         if not self._epoch:
             return
-        entry = (b"+" if stored else b"-") + bytes([chunk.group]) + chunk.key
+        entry = what + bytes([chunk.group]) + chunk.key
         with self._lock:
             if len(self._waiting) >= BUFFER_MAX:
                 self._overflowed = True
@@ -142,7 +145,7 @@ def read_on(folder: Path, place: Place) -> News:
 
 
 def _note(entry: bytes) -> Note:
-    return Note(ChunkId(entry[1], entry[2:]), entry[:1] == b"+")
+    return Note(ChunkId(entry[1], entry[2:]), entry[:1])
 
 
 def _places(folder: Path) -> list[Place]:

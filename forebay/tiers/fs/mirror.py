@@ -33,12 +33,13 @@ Tell = Callable[["Mirror", TierChange], None]
 
 
 class Mirror:
-    """One other seat. `tell` is called with what came and went, `cache` gets the headers. Methods may be called from
+    """One other seat. `tell` is called with what came and went, `used` with what its store has loaded from other
+    seats, `cache` gets the headers. Methods may be called from
     any thread and block on the disk, except `record`, `children` and `leave_*`, which only block on the manifest."""
 
     def __init__(
         self, number: int, paths: Paths, folder: Path, map_bytes: int, *,
-        device: Device, cache: HeaderCache, token: str, tell: Tell,
+        device: Device, cache: HeaderCache, token: str, tell: Tell, used: Callable[[ChunkId], None],
     ) -> None:  # fmt: skip
         self.number = number
         self.paths = paths
@@ -47,7 +48,7 @@ class Mirror:
         self.manifest = Manifest(folder, map_bytes)
         self._device = device
         self._cache = cache
-        self._tell = tell
+        self._tell, self._used = tell, used
         self._lock = threading.RLock()
         self._place: journal.Place | None = None
         self._scan: Iterator[int] | None = self.scan()
@@ -119,10 +120,12 @@ class Mirror:
             return
         news = journal.read_on(self.paths.journal, self._place)
         for note in news.notes:
-            if note.stored:
+            if note.what == journal.CAME:
                 self.adopt(note.chunk)
-            else:
+            elif note.what == journal.LEFT:
                 self.vanished(note.chunk)
+            elif note.what == journal.USED:
+                self._used(note.chunk)
         self._place = news.place
         if news.lost:
             self.counts["neighbour_rescans"] += 1

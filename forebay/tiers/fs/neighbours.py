@@ -23,7 +23,7 @@ from forebay.tiers.fs.claims import Claim, Table
 from forebay.tiers.fs.complaints import complain
 from forebay.tiers.fs.estate import Estate
 from forebay.tiers.fs.finder import HeaderCache
-from forebay.tiers.fs.journal import Journal
+from forebay.tiers.fs.journal import CAME, LEFT, USED, Journal
 from forebay.tiers.fs.manifest import Record
 from forebay.tiers.fs.mirror import Mirror
 from forebay.tiers.fs.outbox import Outbox
@@ -147,9 +147,18 @@ class Neighbours:
 
     def tell(self, change: TierChange) -> None:
         """Something came to our seat or left it. The daemon hears of it unless another seat has the chunk as well."""
-        self._journal.note(change.chunk, stored=change.stored)
+        self._journal.note(change.chunk, CAME if change.stored else LEFT)
         if self.place(change.chunk) is None:
             self._outbox.change(change)
+
+    def loaded(self, chunk: ChunkId) -> None:
+        """We have loaded a chunk of another seat: its owner shall know that it is in use."""
+        self._journal.note(chunk, USED)
+
+    def _used_elsewhere(self, chunk: ChunkId) -> None:
+        if self._shelf.manifest.get(chunk) is not None:
+            self.counts["used_elsewhere"] += 1
+            self._shelf.touch([chunk], loaded=True)
 
     def _tell_of_mirror(self, mirror: Mirror, change: TierChange) -> None:
         if self._shelf.manifest.get(change.chunk) is not None:
@@ -287,7 +296,7 @@ class Neighbours:
             folder = self._state / found
             mirror = self._all[found] = Mirror(
                 number, paths, folder, self._map_bytes, device=self._shelf.device, cache=self._cache,
-                token=self.seat.claims.token, tell=self._tell_of_mirror,
+                token=self.seat.claims.token, tell=self._tell_of_mirror, used=self._used_elsewhere,
             )  # fmt: skip
         return mirror
 

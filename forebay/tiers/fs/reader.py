@@ -72,7 +72,10 @@ class Reader:
             here = record is None and os.path.lexists(paths.chunk(job.chunk))
             place = None if here else self._neighbours.found(job.chunk)
             if place is not None:
-                return self._load_from(job, memory, place.mirror.paths, place.record, place.mirror)
+                result = self._load_from(job, memory, place.mirror.paths, place.record, place.mirror)
+                if result.ok:
+                    self._neighbours.loaded(job.chunk)
+                return result
         return self._load_from(job, memory, paths, record, self._shelf)
 
     def _load_from(
