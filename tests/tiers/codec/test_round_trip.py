@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from forebay.errors import ConfigError, CorruptChunk
 from forebay.tiers.codec.codec import FRONT_BYTES, Codec, front_length, open_codec
 from forebay.tiers.codec.envelope import Compression, decode_envelope, is_enveloped
-from forebay.tiers.codec.errors import UnsealedChunk
+from forebay.tiers.codec.errors import MissingLibrary, UnsealedChunk
 from forebay.tiers.codec.keys import KeyRing
 from tests.tiers.codec.support import NEW, OLD, codecs, decoded, floats, holding, stored
 from tests.tiers.support import make_chunk
@@ -156,6 +158,16 @@ def test_threads_share_a_codec() -> None:
     assert not errors
 
 
+def test_a_compressed_chunk_without_the_library_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk = holding(floats(4000))
+    data = stored(codecs()["zstd"], chunk)
+    plain = Codec()
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(MissingLibrary, match=r"forebay\[compress\]"):
+        decoded(plain, data, chunk)
+    assert plain.front(data).header == chunk.header, "its header can be read all the same"
+
+
 def test_options_that_name_no_codec_are_refused() -> None:
     assert not open_codec("t", "none", "").active
     with pytest.raises(ConfigError, match="lz5"):
@@ -168,11 +180,8 @@ def test_options_that_name_no_codec_are_refused() -> None:
     ("module", "compress", "extra"), [("zstandard", "zstd", "compress"), ("cryptography", "none", "encrypt")]
 )
 def test_a_package_that_is_missing_is_named_with_its_extra(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: object, module: str, compress: str, extra: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str, compress: str, extra: str
 ) -> None:
-    import sys
-    from pathlib import Path
-
     key = ""
     if extra == "encrypt":
         key = f"{tmp_path}/1.key"
