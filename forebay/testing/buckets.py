@@ -53,6 +53,7 @@ class Server:
         self.folder = folder
         self.process: subprocess.Popen[bytes] | None = None
         self.port = 0
+        self._clients: dict[str, Any] = {}
 
     @classmethod
     def absent(cls) -> str | None:
@@ -122,19 +123,21 @@ class Server:
         """Does it do more than answer?"""
         return True
 
-    def client(self, endpoint: str | None = None) -> Any:
-        """A boto3 client of it, with credentials of its own."""
-        import boto3
-        from botocore.config import Config
+    def client(self) -> Any:
+        """A boto3 client of it, with credentials of its own; the same one each time, since making one takes long."""
+        if self.endpoint not in self._clients:
+            import boto3
+            from botocore.config import Config
 
-        return boto3.session.Session().client(
-            "s3", endpoint_url=endpoint or self.endpoint, region_name="us-east-1", aws_access_key_id=self.access,
-            aws_secret_access_key=self.secret,
-            config=Config(
-                max_pool_connections=32, s3={"addressing_style": "path"}, retries={"total_max_attempts": 3},
-                request_checksum_calculation="when_required", response_checksum_validation="when_required",
-            ),
-        )  # fmt: skip
+            self._clients[self.endpoint] = boto3.session.Session().client(
+                "s3", endpoint_url=self.endpoint, region_name="us-east-1", aws_access_key_id=self.access,
+                aws_secret_access_key=self.secret,
+                config=Config(
+                    max_pool_connections=32, s3={"addressing_style": "path"}, retries={"total_max_attempts": 3},
+                    request_checksum_calculation="when_required", response_checksum_validation="when_required",
+                ),
+            )  # fmt: skip
+        return self._clients[self.endpoint]
 
     def make_bucket(self, name: str) -> None:
         """Make a bucket."""

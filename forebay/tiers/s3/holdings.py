@@ -55,6 +55,8 @@ class Holdings:
         self.chunks_max = chunks_max
         self.ledger = Ledger(quota or UNLIMITED)
         self.locks = ChunkLocks()
+        self.writing: set[str] = set()
+        """Segments that are being put, until they are in the books."""
         self._outbox = outbox
         self._evicting = threading.Lock()
         self._changing = threading.Lock()
@@ -99,6 +101,10 @@ class Holdings:
     def owns(self, chunk: ChunkId) -> bool:
         """Has this daemon stored it, and not been told to remove it since?"""
         return self.manifest.get(chunk) is not None
+
+    def owns_segment(self, segment: str) -> bool:
+        """Has this daemon stored it, or is it about to?"""
+        return segment in self.writing or self.cards.is_segment(segment)  # in this order: it is never in neither
 
     # --- coming ----------------------------------------------------------------------------------------
 

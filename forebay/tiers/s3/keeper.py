@@ -137,7 +137,10 @@ class Keeper:
             return False
         chunks = {name: self._names.parse_chunk(name) for name in names}
         with self._holdings.locks.hold_free([chunk for chunk in chunks.values() if chunk is not None]) as held:
-            mine = set(held)
+            mine = {chunk for chunk in held if not self._holdings.owns(chunk)}
+            for name in names:
+                if (chunk := chunks[name]) in held and chunk not in mine:
+                    self._doomed.gone(name)  # it has been stored anew since
             free = [name for name in names if name in self._doomed and (chunks[name] is None or chunks[name] in mine)]
             failed = set(self._holdings.bucket.delete(free)) if free else set()
             for name in free:

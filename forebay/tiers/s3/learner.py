@@ -82,7 +82,7 @@ class Learner:
                     yield
 
     def _is_news(self, name: SegmentName) -> bool:
-        if str(name) in self._recent or name.writer == self._writer or self._holdings.cards.is_segment(str(name)):
+        if str(name) in self._recent or name.writer == self._writer or self._holdings.owns_segment(str(name)):
             return False
         return not self._sightings.has_segment(str(name))
 

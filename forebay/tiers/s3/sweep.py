@@ -64,7 +64,7 @@ class Sweeper:
 
     def _takes_segment(self, clear: Clear, listed: Listed) -> bool:
         name = self._names.parse_segment(listed.name)
-        if name is None or listed.modified > clear.before or self._holdings.cards.is_segment(str(name)):
+        if name is None or listed.modified > clear.before or self._holdings.owns_segment(str(name)):
             return False
         return name.covered(clear.scope)
 
@@ -96,13 +96,20 @@ class Sweeper:
             raise
 
     def _delete(self, names: list[str]) -> None:
-        failed = set(self._holdings.bucket.delete(names)) if names else set()
-        for name in failed:
-            self._doomed.add(name)
-        for name in names:
+        """Delete what isn't ours by now. What somebody is storing at this moment is left to that, or goes later."""
+        chunks = {name: self._names.parse_chunk(name) for name in names}
+        with self._holdings.locks.hold_free([chunk for chunk in chunks.values() if chunk is not None]) as held:
+            mine = set(held)
+            busy = {name for name, chunk in chunks.items() if chunk is not None and chunk not in mine}
+            owned = {name for name, chunk in chunks.items() if chunk in mine and self._holdings.owns(chunk)}
+            going = [name for name in names if name not in busy | owned]
+            failed = set(self._holdings.bucket.delete(going)) if going else set()
+        for name in failed | busy:
+            self._doomed.add(name)  # a store that succeeds takes its name off again
+        for name in going:
             if name not in failed:
                 self._forget(name)
-        self.counts["swept"] += len(names) - len(failed)
+        self.counts["swept"] += len(going) - len(failed)
 
     def _forget(self, name: str) -> None:
         chunk, segment = self._names.parse_chunk(name), self._names.parse_segment(name)

@@ -26,7 +26,7 @@ from forebay.tiers.s3.failures import Kind, RequestFailed
 from forebay.tiers.s3.finder import see_front
 from forebay.tiers.s3.holdings import Holdings, card_of, record_of
 from forebay.tiers.s3.names import Names, SegmentName, segment_name
-from forebay.tiers.s3.segment import INDEX_BYTES_MAX, Piece, build
+from forebay.tiers.s3.segment import INDEX_BYTES_MAX, Piece, Segment, build
 from forebay.tiers.s3.sightings import Sightings
 
 log = logging.getLogger("forebay.tier.s3")
@@ -296,18 +296,25 @@ class Writer:
                 return "full"
             if not self._holdings.make_room(size):
                 return "full"
-            object_name = f"{self._names.segments}{name}"
-            self._put(object_name, segment.body, size, fresh=False)
-            written, records = [], []
-            for number, (ready, entry) in enumerate(zip(batch, segment.entries, strict=True)):
-                disk = entry.length + (segment.index_bytes if number == 0 else 0)
-                card = card_of(ready.slot.block, entry.length, disk, name, entry.offset)
-                written.append(Written(entry.chunk, card))
-                records.append(record_of(ready.slot.header, ready.slot.block, disk, cold=ready.job.cold))
-            self._commit(object_name, written, records, size)
+            self._holdings.writing.add(name)
+            try:
+                self._put_segment(batch, segment, name, size)
+            finally:
+                self._holdings.writing.discard(name)
         self.counts["segments_written"] += 1
         self.counts["chunks_packed"] += len(batch)
         return ""
+
+    def _put_segment(self, batch: Sequence[_Ready], segment: Segment, name: str, size: int) -> None:
+        object_name = f"{self._names.segments}{name}"
+        self._put(object_name, segment.body, size, fresh=False)
+        written, records = [], []
+        for number, (ready, entry) in enumerate(zip(batch, segment.entries, strict=True)):
+            disk = entry.length + (segment.index_bytes if number == 0 else 0)
+            card = card_of(ready.slot.block, entry.length, disk, name, entry.offset)
+            written.append(Written(entry.chunk, card))
+            records.append(record_of(ready.slot.header, ready.slot.block, disk, cold=ready.job.cold))
+        self._commit(object_name, written, records, size)
 
     def _next_name(self, namespace: bytes, tenant: str) -> SegmentName:
         with self._lock:

@@ -35,7 +35,7 @@ def key_file(folder: Path, name: str) -> str:
 
 @pytest.fixture(params=["compressed", "encrypted", "both"])
 def rig(make_rig: MakeRig, seaweed: Server, tmp_path: Path, request: pytest.FixtureRequest) -> S3Rig:
-    options: dict[str, object] = {"pack_wait_s": 0.3, "state_dir": str(tmp_path / "state")}
+    options: dict[str, object] = {"pack_wait_s": 0.2, "state_dir": str(tmp_path / "state")}
     if request.param != "encrypted":
         options["compress"] = "zstd"
     if request.param != "compressed":
