@@ -1,6 +1,6 @@
 """The file tier through its own process, against raw O_DIRECT files of the same sizes in the same run.
 
-    python -m benchmarks.tiers.fs [--directory DIR] [--threads 1,2,4,8] [--lmcache PATH]
+    python -m benchmarks.tiers.fs [--directory DIR] [--threads 1,2,4,8] [--direct] [--lmcache PATH]
 
 Store and load move whole chunks between a pool in shared memory and files: one process hop, header, granule
 checksums (verified on every load), manifest, atomic naming. The limit writes and reads files with pwritev and
@@ -37,6 +37,7 @@ ROUNDS = 5
 WRITERS, READERS = 2, 4
 STORE_TARGET, LOAD_TARGET = 0.8, 0.95
 PEER_KEYS = 32
+DIRECT_SIZES = (32 << 10, 64 << 10, 256 << 10, 1 << 20)
 TOKENS = 256
 LOOKUP_KEYS = 1024
 LOOKUP_ROUNDS = 50
@@ -141,9 +142,10 @@ class Raw:
 class Ours:
     """The tier behind its host. The loop runs only while something is being waited for."""
 
-    def __init__(self, folder: Path, pool: Pool, threads: Threads) -> None:
+    def __init__(self, folder: Path, pool: Pool, threads: Threads, odirect: str = "auto") -> None:
         self.pool = pool
-        self._threads = threads
+        self.folder = folder
+        self._threads, self._odirect = threads, odirect
         self._loop = asyncio.new_event_loop()
         self._results: list[JobResult] = []
         self._jobs = 0
@@ -153,7 +155,7 @@ class Ours:
         options: dict[str, OptionValue] = {
             "directory": str(folder), "quota_bytes": 8 * WORKING_SET, "write_queue_bytes": 2 * WORKING_SET,
             "read_queue_bytes": 2 * WORKING_SET, "read_threads": self._threads.read,
-            "write_threads": self._threads.write,
+            "write_threads": self._threads.write, "odirect": self._odirect,
         }  # fmt: skip
         limits = HostLimits(store_queue_bytes=2 * WORKING_SET, load_queue_bytes=2 * WORKING_SET)
         self.host = TierHost(
@@ -341,11 +343,47 @@ def measure_threads(report: Report, folder: Path, counts: Sequence[int]) -> None
                 )  # fmt: skip
 
 
+def measure_direct(report: Report, folder: Path) -> None:
+    """Past the page cache and through it, by size. Before each load the files are out of the cache, as those of a cache
+    on disk mostly are."""
+    for size in DIRECT_SIZES:
+        pool = Pool(size)
+        tiers = {mode: Ours(folder / f"direct-{mode}-{size}", pool, Threads(), mode) for mode in ("on", "off")}
+        rounds = Rounds()
+        for number in range(ROUNDS):
+            chunks = pool.fill(number)
+            for mode in ("on", "off") if number % 2 else ("off", "on"):
+                ours = tiers[mode]
+                rounds.add(f"store {mode}", gigabytes_per_s(lambda ours=ours, c=chunks: ours.store(c)))  # type: ignore[misc]
+                drop_from_cache(ours.folder)
+                rounds.add(f"load {mode}", gigabytes_per_s(lambda ours=ours, c=chunks: ours.load(c)))  # type: ignore[misc]
+                ours.clear()
+        for ours in tiers.values():
+            ours.close()
+        for key in ("store", "load"):
+            report.add(
+                Measure(
+                    f"{key}, {size >> 10} KiB, O_DIRECT beside the page cache", rounds.middle(f"{key} on"), "GB/s",
+                    limit=rounds.middle(f"{key} off"), ratio=rounds.ratio(f"{key} on", f"{key} off"),
+                )
+            )  # fmt: skip
+
+
+def drop_from_cache(folder: Path) -> None:
+    """Write all files to the disk and have the kernel forget their pages."""
+    for path in folder.rglob("*-00"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fdatasync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
 def main() -> int:
     """Run all."""
     options = parser(__doc__)
     options.add_argument("--directory", type=Path, help="where to write (default: a new folder in the temporary one)")
     options.add_argument("--threads", default="", help="measure these counts of threads, too: 1,2,4,8")
+    options.add_argument("--direct", action="store_true", help="measure from which size on O_DIRECT pays, too")
     options.add_argument("--lmcache", type=Path, help="its program, to run beside")
     arguments = options.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="forebay-bench-", dir=arguments.directory))
@@ -355,6 +393,8 @@ def main() -> int:
             measure(report, folder, name, size, arguments.lmcache)
         if arguments.threads:
             measure_threads(report, folder, [int(count) for count in arguments.threads.split(",")])
+        if arguments.direct:
+            measure_direct(report, folder)
     finally:
         shutil.rmtree(folder)
     return report.print(arguments.json)

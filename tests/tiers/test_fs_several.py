@@ -450,6 +450,14 @@ def test_fsck_and_the_listing_see_all_seats(several: Several) -> None:
     assert (report.files, report.chunks, report.problem_count, report.in_use) == (4, 3, 1, True)
     assert report.problems[0].path == str(spoiled) and report.problems[0].repaired
     assert not spoiled.exists()
+    unfinished = several.paths(1).tmp / "77-1"
+    unfinished.write_bytes(b"")
+    check_directory(several.directory, repair=True)
+    assert unfinished.exists(), "its store lives"
+    several.close(1)
+    assert unfinished.exists()
+    check_directory(several.directory, repair=True)
+    assert not unfinished.exists()
     listed = {ChunkId(item.header.group, item.header.key) for item in list_directory(several.directory)}
     assert listed == {chunk.id for chunk in chunks[:3]}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,6 @@ from forebay.tiers.fs.state import directory_of
 
 PROBLEMS_MAX = 10_000
 PROGRESS_FILES = 64
-BEAT_S = 60.0
 
 Progress = Callable[[int, int], None]
 """Called now and then with the files and bytes that have been checked."""
@@ -191,9 +189,10 @@ def _check_leftovers(paths: Paths, report: FsckReport, repair: bool) -> None:
 
 
 def _in_use(paths: Paths) -> bool:
-    """Does a process hold the seat? Where locks don't tell, a beat that was counted on a minute ago says so."""
+    """Does a process hold the seat? Where locks don't tell, one that left its beat behind may be alive elsewhere: what
+    it has not finished is for the other stores to clean up, who watch it for long enough."""
     with contextlib.suppress(OSError):
-        return is_locked(paths.lock) or time.time() - paths.beat.stat().st_mtime < BEAT_S
+        return is_locked(paths.lock) or paths.beat.exists()
     return False
 
 

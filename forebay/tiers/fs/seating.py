@@ -72,6 +72,7 @@ class Seat:
 
         if self.shared:
             self.claims.change(edit)
+            self.paths.beat.unlink(missing_ok=True)
 
 
 def take_seat(options: FsOptions) -> Seat:
