@@ -126,19 +126,21 @@ class Finder:
                     return
                 chunks = [self._waiting.popitem(last=False)[0] for _ in range(min(BATCH, len(self._waiting)))]
                 self._asked = dict.fromkeys(chunks, False)
+                # A chunk that is still there hasn't changed its length, and hardly its place.
+                before = {c: known.place for c in chunks if (known := self._known.get(c)) and known.place}
             found: dict[ChunkId, Place | None] = dict.fromkeys(chunks)
             try:
-                found = self._ask(chunks)
+                found = self._ask(chunks, before)
             except Exception:
                 self.counts["task_crashes"] += 1
                 log.exception("asking the master failed")
             self._learn(found)
             self._wake()
 
-    def _ask(self, chunks: list[ChunkId]) -> dict[ChunkId, Place | None]:
+    def _ask(self, chunks: list[ChunkId], before: dict[ChunkId, Place]) -> dict[ChunkId, Place | None]:
         """What is known now. What the master didn't answer in time is asked for again; without a master, all that
         isn't known is a miss for a moment."""
-        found = self._remote.find(chunks)
+        found = self._remote.find(chunks, before)
         if unknown := [chunk for chunk in chunks if chunk not in found]:
             self.counts["lookups_failed"] += len(unknown)
             complain("lookup", "the master didn't answer for %d keys", len(unknown))

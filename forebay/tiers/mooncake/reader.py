@@ -92,7 +92,7 @@ class Reader:
             load.job.chunk: place for load in wanted if (place := self._finder.place(load.job.chunk))
         }
         if unknown := list({load.job.chunk for load in wanted} - places.keys()):
-            places |= self._remote.find(unknown)
+            places |= self._remote.find(unknown, {})
         hosts: dict[str, list[tuple[Load, Place]]] = {}
         for load in wanted:
             if load.job.chunk not in places:

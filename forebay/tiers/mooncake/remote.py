@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from forebay.errors import TierUnavailable
@@ -141,14 +141,15 @@ class Remote:
         keys = [self.key(chunk) for chunk in chunks]
         return self._asked(len(keys), lambda: self._store.batch_is_exist(keys))
 
-    def find(self, chunks: Sequence[ChunkId]) -> dict[ChunkId, Place | None]:
+    def find(self, chunks: Sequence[ChunkId], known: Mapping[ChunkId, Place]) -> dict[ChunkId, Place | None]:
         """Length and host of each, None if no host has it in memory. Those for which the master didn't answer aren't
-        in the result."""
+        in the result. Where it has been known, it isn't asked for again, only whether it is there."""
         codes = dict(zip(chunks, self.exist(chunks), strict=True))
         absent: dict[ChunkId, Place | None] = {chunk: None for chunk, code in codes.items() if code == 0}
         there = [chunk for chunk, code in codes.items() if code == 1]
-        # Only of those: for others the library writes a line into the log.
-        return absent | (self._places(there) if there else {})
+        # Telling where takes ten times as long as telling whether; and for what is absent, a line in the log.
+        new = [chunk for chunk in there if chunk not in known]
+        return absent | {chunk: known[chunk] for chunk in there if chunk in known} | (self._places(new) if new else {})
 
     def _places(self, chunks: Sequence[ChunkId]) -> dict[ChunkId, Place | None]:
         by_key = {self.key(chunk): chunk for chunk in chunks}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 
@@ -159,8 +159,9 @@ class Asked(Remote):
         self.calls: list[list[ChunkId]] = []
         self.there: dict[ChunkId, Place] = {}
 
-    def find(self, chunks: Sequence[ChunkId]) -> dict[ChunkId, Place | None]:
+    def find(self, chunks: Sequence[ChunkId], known: Mapping[ChunkId, Place]) -> dict[ChunkId, Place | None]:
         self.calls.append(list(chunks))
+        self.known = dict(known)
         assert self.go.wait(PATIENCE_S)
         return {one: self.there.get(one) for one in chunks}
 
@@ -207,6 +208,9 @@ def test_answers_are_kept_up_to_a_cap_and_for_a_moment(asked: Asked, monkeypatch
     clock.now += finder_module.HIT_S
     until(lambda: found.waiting == 0)
     assert found.lookup(queries[9:])[0].outcome == "retry"
+    until(lambda: found.waiting == 0)
+    assert asked.known == {chunk(9): Place(100, "host")}, "where it was isn't asked for again"
+    assert found.lookup(queries[9:])[0].outcome == "hit"
     assert found.close(PATIENCE_S)
 
 
