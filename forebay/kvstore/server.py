@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import os
 import socket
@@ -85,7 +86,7 @@ class Connection(asyncio.Protocol):
         self._buffer: FrameBuffer[Request] = FrameBuffer(REQUESTS)
         self._transport: asyncio.Transport | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._long: set[asyncio.Task[None]] = set()
+        self._long: dict[asyncio.Task[None], Coroutine[Any, Any, object]] = {}
         self.client: Client | None = None
         self.closed = False
 
@@ -122,8 +123,10 @@ class Connection(asyncio.Protocol):
         """asyncio: the connection has ended, from either side."""
         if not self.closed:
             self.closed = True
-        for waiting in list(self._long):  # what it has pinned meanwhile is free at once
+        for waiting, answer in list(self._long.items()):  # what it has pinned meanwhile is free at once
             waiting.cancel()
+            if inspect.getcoroutinestate(answer) == inspect.CORO_CREATED:
+                answer.close()
         self._service.gone(self)
 
     def pause_writing(self) -> None:
@@ -180,10 +183,9 @@ class Connection(asyncio.Protocol):
         task = asyncio.ensure_future(self._finish(request, answer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: answer.close())  # one that was cancelled before its first step
         if isinstance(request, FOR_ITS_CLIENT_ALONE):
-            self._long.add(task)
-            task.add_done_callback(self._long.discard)
+            self._long[task] = answer
+            task.add_done_callback(self._long.pop)
 
     async def _finish(self, request: Request, answer: Coroutine[Any, Any, object]) -> None:
         try:
