@@ -33,8 +33,10 @@ ALL = bool(os.environ.get("FOREBAY_S3_ALL"))
 SOME = (
     "test_what_was_stored_comes_back", "test_every_job_of_a_batch", "test_the_quota_holds", "test_damage_is_a_miss",
     "test_a_load_that_misses_its_deadline", "test_what_was_removed_stays_away", "test_clearing_everything",
-    "test_storing_a_chunk_again",
+    "test_storing_a_chunk_again", "test_a_lookup_of_thousands",
 )  # fmt: skip
+LONG = ("test_a_lookup_of_thousands",)
+"""In this process such a lookup is asked again and again until every key is known: thousands of requests."""
 
 
 class BucketOf(TierConformance):
@@ -43,10 +45,12 @@ class BucketOf(TierConformance):
     __test__ = False
     server_fixture: ClassVar[str] = ""
     short: ClassVar[bool] = True
+    own_process: ClassVar[bool] = False
 
     @pytest.fixture(autouse=True)
     def server(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Server:
-        if self.short and not ALL and not request.node.name.startswith(SOME):
+        in_short = request.node.name.startswith(SOME if self.short else ("test_",))
+        if not ALL and not (in_short and (self.own_process or not request.node.name.startswith(LONG))):
             pytest.skip("FOREBAY_S3_ALL=1 runs the whole suite here too")
         found: Server = request.getfixturevalue(self.server_fixture)
         for name, value in found.environment.items():
@@ -103,6 +107,7 @@ class TestS3TierOnALessAbleEndpoint(BucketOf):
 
 class TestS3TierInItsOwnProcess(BucketOf):
     __test__ = True
+    own_process = True
     server_fixture = "seaweed"
 
     def engine(self, pool: Pool, options: dict[str, object]) -> Engine:

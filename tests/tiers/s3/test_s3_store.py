@@ -32,8 +32,10 @@ def store(tmp_path: Path, seaweed: Server, monkeypatch: pytest.MonkeyPatch) -> I
     assert not running.pool.exists()
 
 
-@pytest.mark.parametrize("more", ["", "pack_below_bytes = 0"], ids=["packed", "an object a chunk"])
-@pytest.mark.parametrize("remembered", [True, False], ids=["with a state directory", "without"])
+@pytest.mark.parametrize(
+    ("more", "remembered"), [("", True), ("", False), ("pack_below_bytes = 0", False)],
+    ids=["packed and remembered", "packed", "an object a chunk"],
+)  # fmt: skip
 def test_a_restarted_store_takes_everything_from_the_bucket(
     store: TierStore, seaweed: Server, prefix: str, tmp_path: Path, more: str, remembered: bool
 ) -> None:
