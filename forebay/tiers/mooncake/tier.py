@@ -47,7 +47,8 @@ log = logging.getLogger("forebay.tier.mooncake")
 BATCH_BYTES, BATCH_JOBS = 16 << 20, 64
 """Of one call. The library refuses thousands of transfers at once, and a hung call holds its jobs."""
 CLEAR_S = 5.0
-CLOSE_S = 5.0
+CLOSE_S = 2.5
+"""For each of four parts, and the library takes two: less in all than a daemon waits for its tiers."""
 
 
 class MooncakeTier(SecondaryTier):
@@ -196,12 +197,12 @@ class MooncakeTier(SecondaryTier):
 
     def close(self) -> None:
         self._outbox.close()
-        ended = self._writers.close(CLOSE_S) and self._readers.close(CLOSE_S)
-        ended = self._removals.close(CLOSE_S) and self._finder.close(CLOSE_S) and ended
+        parts = (self._writers, self._readers, self._removals, self._finder)
+        hanging = [part for part in parts if not part.close(CLOSE_S)]  # each is closed, whatever the others do
         self._timers.close()
         for load in list(self._loads.values()):
             self._reader.fail(load, "dropped")  # its call hangs, and its slot isn't in the call's hands
-        if not ended:
+        if hanging:
             log.error("tier %s: a call into Mooncake hangs; its memory is left to the process's end", self.name)
             return
         self._remote.close()
