@@ -35,12 +35,14 @@ from forebay.tiers.p2p.server import Server
 from forebay.tiers.p2p.source import Source, StoreSource
 from forebay.tiers.p2p.stream_server import StreamServer
 from forebay.tiers.p2p.streams import Place, Streams
-from forebay.tiers.p2p.wire import Nixl, Welcome, batches, sound
+from forebay.tiers.p2p.wire import WINDOW, Nixl, Welcome, batches, sound
 
 log = logging.getLogger("forebay.tier.p2p")
 
 START_S = 10.0
 CLOSE_S = 3.0
+PIECES_AHEAD = 32
+"""Pieces that all loads together ask one peer for ahead: a quarter of what its socket queues for us."""
 SWITCH_S = 0.0005
 """A thread that comes back from a copy waits at most this long for the interpreter; by default it would be 5 ms."""
 POLL_BUSY_S = 0.0005
@@ -158,7 +160,8 @@ class Engine:
             peer.name: self._peer(context, peer, Self(name, boot, self.nixl is not None))
             for peer in self._settings.peers
         }
-        fetcher = Fetcher(self._threads, options.stall_s, self._namespaces, self.nixl)
+        window = max(1, min(WINDOW, PIECES_AHEAD // options.loads_at_once))
+        fetcher = Fetcher(self._threads, options.stall_s, self._namespaces, self.nixl, window)
         self._loads = Loads(
             self._peers, self._answers, fetcher, self._ways, self._finish, self._fail, options.ask_s,
             options.loads_at_once,
@@ -274,7 +277,7 @@ class Engine:
         self._remotes[name] = (agent, now.epoch)
 
     def _ways(self, peer: Peer) -> Ways | None:
-        link = peer.link
+        link = peer.bulk
         if link is None or not link.open:
             return None
         agent, epoch = self._remotes.get(peer.name, (None, -1))

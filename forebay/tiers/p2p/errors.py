@@ -13,6 +13,10 @@ class PeerLost(PeerError):
     """The peer doesn't answer (in time), or not as the protocol wants it."""
 
 
+class NoAnswer(PeerLost):
+    """Nothing came in time."""
+
+
 class PeerRefused(PeerError):
     """The peer is there, and doesn't do it now."""
 

@@ -58,6 +58,7 @@ class Fetcher:
     stall_s: float
     namespaces: Container[bytes] | None
     nixl: NixlAgent | None = None
+    window: int = WINDOW
 
     async def fetch(self, wanted: Wanted, ways: Ways) -> Arrived:
         """Bring the chunk into its slot. Raises NotThere, PeerLost, PeerRefused, TooLate, CorruptChunk, Damaged,
@@ -81,7 +82,7 @@ class Fetcher:
     async def _open(self, wanted: Wanted, link: Link, rid: int, inbox: Inbox) -> Opened:
         if not link.send(Open(rid, wanted.job.chunk, len(wanted.memory))):
             raise PeerLost("the peer takes nothing")
-        message, _ = await inbox.next(self._patience(wanted))
+        message, _ = await link.next(inbox, self._left(wanted), self.stall_s)
         if isinstance(message, NotOpened):
             if message.reason == "busy":
                 raise PeerRefused("busy")
@@ -90,22 +91,23 @@ class Fetcher:
             raise PeerLost(f"{type(message).__name__} came instead of Opened")
         return message
 
-    def _patience(self, wanted: Wanted) -> float:
+    @staticmethod
+    def _left(wanted: Wanted) -> float:
         left = wanted.due - asyncio.get_running_loop().time()
         if left <= 0:
             raise TooLate("the deadline has passed")
-        return min(left, self.stall_s)
+        return left
 
     async def _by_frames(self, wanted: Wanted, link: Link, rid: int, inbox: Inbox, memory: memoryview) -> None:
         """Pieces, the window ahead; each may come once, in order."""
         asked = have = 0
         while have < len(memory):
-            while asked < len(memory) and asked - have < WINDOW * PIECE_BYTES:
+            while asked < len(memory) and asked - have < self.window * PIECE_BYTES:
                 size = min(PIECE_BYTES, len(memory) - asked)
                 if not link.send(Read(rid, asked, size)):
                     break
                 asked += size
-            message, piece = await inbox.next(self._patience(wanted))
+            message, piece = await link.next(inbox, self._left(wanted), self.stall_s)
             size = min(PIECE_BYTES, len(memory) - have)
             if not isinstance(message, Bytes) or piece is None or (message.offset, len(piece)) != (have, size):
                 raise PeerLost("a piece came that wasn't asked for")

@@ -14,7 +14,7 @@ import zmq
 
 from forebay.errors import ProtocolError
 from forebay.tiers.base import LookupResult, Query
-from forebay.tiers.p2p.errors import PeerLost, PeerRefused
+from forebay.tiers.p2p.errors import NoAnswer, PeerLost, PeerRefused
 from forebay.tiers.p2p.sockets import Socket, send_now
 from forebay.tiers.p2p.wire import (
     DIALER,
@@ -22,6 +22,7 @@ from forebay.tiers.p2p.wire import (
     Answer,
     Ask,
     Bye,
+    Bytes,
     GetNixl,
     Hello,
     Message,
@@ -29,6 +30,7 @@ from forebay.tiers.p2p.wire import (
     Ping,
     Pong,
     Refused,
+    Taken,
     ToDialer,
     Welcome,
     encode,
@@ -58,7 +60,7 @@ class Inbox:
         try:
             item = await asyncio.wait_for(self.waiting.get(), max(timeout_s, 0.0))
         except TimeoutError:
-            raise PeerLost("no answer in time") from None
+            raise NoAnswer("no answer in time") from None
         if isinstance(item, PeerLost):
             raise item
         if isinstance(item[0], Refused):
@@ -85,7 +87,7 @@ class Link:
         self._hello: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
         self.welcome: Welcome | None = None
         self.nixl_epoch = 0
-        self.heard_at = clock()
+        self.heard_at = self.moved_at = clock()
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     @property
@@ -132,6 +134,8 @@ class Link:
         elif isinstance(message, Refused) and message.rid == 0:
             self.fail(message.why[:200])
         else:
+            if isinstance(message, Bytes | Taken):
+                self.moved_at = self._clock()
             inbox = self._inboxes.get(message.rid)
             if inbox is not None:  # else nobody waits for it any more
                 inbox.put((message, piece))
@@ -162,6 +166,20 @@ class Link:
             yield rid, inbox
         finally:
             del self._inboxes[rid]
+
+    async def next(self, inbox: Inbox, timeout_s: float, stall_s: float) -> tuple[ToDialer, memoryview | None]:
+        """The next answer, within `timeout_s`, as long as bytes of whatever chunk move on this link every `stall_s`.
+
+        Chunks wait for each other here, so one of them may get nothing for longer than that. Raises as Inbox.next.
+        """
+        until = self._clock() + timeout_s
+        while True:
+            left = until - self._clock()
+            try:
+                return await inbox.next(min(left, stall_s))
+            except NoAnswer:
+                if left <= stall_s or self._clock() - self.moved_at > stall_s:
+                    raise
 
     async def ask(self, queries: Sequence[Query], timeout_s: float) -> list[LookupResult]:
         """What the peer has of these. Raises PeerLost, PeerRefused."""

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from forebay.errors import ForebayError
-from forebay.tiers.p2p.errors import PeerLost
 from forebay.tiers.p2p.link import Link
 from forebay.tiers.p2p.sockets import Socket, gone
 from forebay.tiers.p2p.wire import Nixl, Welcome
@@ -55,7 +54,8 @@ class Self:
 
 class Peer:
     """Keeps a link to one peer. `dial` makes a socket; `changed` is called when it comes up or goes down; `greeted`
-    with each Welcome, `nixl_changed` with new metadata, on the loop. `link` is there while it is up."""
+    with the Welcome of each link for bulk, `nixl_changed` with new metadata, on the loop. While it is up there are
+    `link`, for questions, and `bulk`, a second connection: else questions would wait behind the bytes of chunks."""
 
     def __init__(
         self,
@@ -74,6 +74,7 @@ class Peer:
         self._late = self._broken = 0
         self._last_why = ""
         self.link: Link | None = None
+        self.bulk: Link | None = None
         self.counts: Counter[str] = Counter()
 
     @property
@@ -97,30 +98,35 @@ class Peer:
             await asyncio.sleep(self._backoff.next())
 
     async def _one_link(self) -> str:
-        """From Hello to the end of one link; returns why it ended."""
+        """From Hello to the end of one pair of links; returns why it ended."""
+        links: list[Link] = []
+        tasks: list[asyncio.Task[None]] = []
         try:
-            socket = self._dial()
-        except ForebayError as error:
-            return str(error)
-        link = Link(socket, asyncio.get_running_loop().time, lambda nixl: self._nixl_changed(self, nixl))
-        receiving = asyncio.create_task(link.receive())
-        pinging: asyncio.Task[None] | None = None
-        try:
-            welcome = await link.greet(self._me.name, self._me.boot, HELLO_S, nixl=self._me.nixl)
+            for _ in range(2):
+                links.append(self._dialled())
+                tasks.append(asyncio.create_task(links[-1].receive()))
+            link, bulk = links
+            await link.greet(self._me.name, self._me.boot, HELLO_S, nixl=False)
+            welcome = await bulk.greet(self._me.name, self._me.boot, HELLO_S, nixl=self._me.nixl)
             self._greeted(self, welcome)
-            self.link, self._late, self._broken = link, 0, 0
+            self.link, self.bulk, self._late, self._broken = link, bulk, 0, 0
             self.counts["ups"] += 1
             log.info("p2p: peer %s is up", self.name)
             self._changed()
-            pinging = asyncio.create_task(link.ping())
-            return await asyncio.shield(link.failed)
-        except PeerLost as error:
+            tasks += [asyncio.create_task(one.ping()) for one in links]
+            await asyncio.wait([link.failed, bulk.failed], return_when=asyncio.FIRST_COMPLETED)
+            return next(one.failed.result() for one in links if one.failed.done())
+        except ForebayError as error:
             return str(error)
         finally:
-            self.link = None
-            link.close()
-            await gone(pinging)
-            await gone(receiving)
+            self.link = self.bulk = None
+            for one in links:
+                one.close()
+            for task in tasks:
+                await gone(task)
+
+    def _dialled(self) -> Link:
+        return Link(self._dial(), asyncio.get_running_loop().time, lambda nixl: self._nixl_changed(self, nixl))
 
     # --- what it did -----------------------------------------------------------------------------------
 

@@ -23,6 +23,8 @@ from forebay.tiers.p2p.wire import PIECE_BYTES, WINDOW, Accepted, Bytes, Decline
 log = logging.getLogger("forebay.tier.p2p")
 
 PUSHES_AT_ONCE = 4
+PUSH_S = 30.0
+"""One step of a push may take so long while others on the same link get on."""
 REASONS = {"full": "full", "busy": "dropped", "namespace": "dropped", "corrupt": "corrupt"}
 
 
@@ -66,8 +68,9 @@ class Pushes:
         if not names:
             return JobResult(job.id, False, "dropped")
         peer = self.peers[names[0]]
-        link = peer.link
-        assert link is not None
+        link = peer.bulk
+        if link is None:
+            return JobResult(job.id, False, "dropped")
         try:
             reason = await self._to(link, job, slot)
         except PeerRefused:
@@ -88,7 +91,7 @@ class Pushes:
         with link.request() as (rid, inbox):
             if not link.send(Offer(rid, slot.block, len(slot.payload), namespace)):
                 raise PeerLost("the peer takes nothing")
-            message, _ = await inbox.next(self.stall_s)
+            message, _ = await link.next(inbox, PUSH_S, self.stall_s)
             if isinstance(message, Declined):
                 self.counts[f"declined_{message.reason}"] += 1
                 return "" if message.reason == "have" else message.reason
@@ -113,7 +116,7 @@ class Pushes:
                 if not link.send(Bytes(rid, sent), piece):
                     break
                 sent += len(piece)
-            message, _ = await inbox.next(self.stall_s)
+            message, _ = await link.next(inbox, PUSH_S, self.stall_s)
             if isinstance(message, Stored):
                 return message
             if not isinstance(message, Taken) or not taken < message.received <= sent:

@@ -20,7 +20,7 @@ from forebay.tiers.p2p.wire import MESSAGE_BYTES_MAX
 log = logging.getLogger("forebay.tier.p2p")
 
 ZAP_DOMAIN = b"forebay"
-MESSAGES_QUEUED_MAX = 64
+MESSAGES_QUEUED_MAX = 128
 """Towards one peer. Whoever doesn't take what it asked for costs this much memory and then gets nothing."""
 HANDSHAKE_MS = 5000
 LINGER_MS = 100

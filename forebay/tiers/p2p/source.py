@@ -131,26 +131,33 @@ class StoreSource(Source):
         self._lent_bytes = 0
         self._registered: set[bytes] = set()
         self._connection = 0
+        self._welcomed = False
         self._renewing: set[asyncio.Task[None]] = set()
 
     async def keep_connected(self) -> None:
         """Connect, and again whenever the connection is lost. The store starts its tiers before it serves."""
         while True:
             if not self._client.connected:
-                # To connect is to say that nothing from before is being written: so from here on nothing is.
-                self._connection += 1
+                self._forget_connection()
                 try:
                     await self._client.connect()
-                    self._registered.clear()
-                    with self._lock:
-                        self._lent.clear()
-                        self._by_chunk.clear()
-                        self._lent_bytes = 0
+                    self._welcomed = True
                 except ForebayError as error:
                     self.counts["store_lost"] += 1
                     log.debug("p2p: this host's store isn't there yet: %s", error)
             self._end_lent(asyncio.get_running_loop().time())
             await asyncio.sleep(RECONNECT_S)
+
+    def _forget_connection(self) -> None:
+        """Leases have ended with it. To connect is to say that nothing from before is being written: so from here on
+        nothing is."""
+        self._welcomed = False
+        self._connection += 1
+        self._registered.clear()
+        with self._lock:
+            self._lent.clear()
+            self._by_chunk.clear()
+            self._lent_bytes = 0
 
     async def close(self) -> None:
         """Let go of everything."""
@@ -158,12 +165,15 @@ class StoreSource(Source):
 
     @property
     def connected(self) -> bool:
-        return self._client.connected
+        """Is our store there, and are we welcome?"""
+        return self._welcomed and self._client.connected
 
     # --- reading ---------------------------------------------------------------------------------------
 
     async def find(self, queries: Sequence[Query]) -> list[LookupResult]:
         self.counts["asked"] += len(queries)
+        if not self.connected:
+            return [MISS] * len(queries)
         try:
             held = await self._client.hold(queries, lease_ms=max(1, int(self.lend_s * 1000)))
         except ForebayError:
@@ -221,7 +231,7 @@ class StoreSource(Source):
         with self._lock:
             lent = self._by_chunk.get(chunk)
             left = lent.until - self._loop.time() if lent is not None else 0.0
-            if lent is None or left < LENT_SHARE_LEFT * self.lend_s or not self._client.connected:
+            if lent is None or left < LENT_SHARE_LEFT * self.lend_s or not self.connected:
                 return None
             try:
                 loan = self._loan(chunk, lent.chunks[chunk], lambda: self._used(lent), anywhere=True)
@@ -256,7 +266,7 @@ class StoreSource(Source):
 
     async def lend(self, chunk: ChunkId) -> Loan | None:
         loan = self.lend_at_once(chunk)
-        if loan is not None:
+        if loan is not None or not self.connected:
             return loan
         try:
             held = await self._client.hold([exact(chunk)], lease_ms=int(LOAN_S * 1000))
@@ -286,6 +296,8 @@ class StoreSource(Source):
     # --- writing ---------------------------------------------------------------------------------------
 
     async def reserve(self, header: ChunkHeader, namespace: bytes) -> Room | NoRoom:
+        if not self.connected:
+            return NoRoom("io")
         chunk = NewChunk(header.group, header.key, header.parent, header.start, header.tokens, header.extra)
         try:
             if not await self._knows(header.namespace, namespace):
@@ -331,7 +343,7 @@ class StoreSource(Source):
             self._client.abort([room.reservation])
 
     def writable(self, room: Room) -> bool:
-        return room.connection == self._connection and self._client.connected
+        return room.connection == self._connection and self.connected
 
     def damaged(self, chunk: ChunkId) -> None:
         self._client.damaged([(chunk.group, chunk.key)])

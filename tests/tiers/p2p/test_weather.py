@@ -120,3 +120,26 @@ def test_any_weather_gives_the_right_bytes_or_a_miss_in_time(setting: Setting) -
         streams.weather = control.weather = CALM
     serves_again(asker, BIG)
     asker.until(lambda: asker.value("loads_running") == 0 and asker.value("queue_bytes") == 0, "rest")
+
+
+def test_on_a_slow_link_loads_wait_for_each_other_and_questions_for_none_of_them(
+    open_all: ExitStack, pool: Pool
+) -> None:
+    host = open_all.enter_context(closing(Host("peer", bulk="frames")))
+    proxy = open_all.enter_context(ChaosProxy(("127.0.0.1", host.port), seed=1))
+    peer = f"peer=127.0.0.1:{proxy.port}"
+    asker = open_all.enter_context(closing(Asker(pool, peer, bulk="frames", stall_s=1.0, ask_s=1.0, miss_s=0.0)))
+    chunks = [numbered(number, granule=1 << 19) for number in range(4)]
+    for chunk in chunks:
+        host.source.put(chunk)
+    asker.sees("peer")
+    proxy.weather = Weather(bytes_per_s=3 << 20, slice_bytes=1 << 15, direction="to_client")
+    jobs = [asker.driver.load_job(chunk) for chunk in chunks]
+    asker.driver.engine.begin(jobs)
+    asked = 0
+    while asker.value("queue_bytes") > 0:
+        assert asker.driver.lookup(numbered(1000 + asked).query())[0].outcome == "miss"
+        asked += 1
+    results = asker.driver.results_of(jobs)
+    assert all(asker.driver.check_load(job, chunk, results[job.id]) for job, chunk in zip(jobs, chunks, strict=True))
+    assert asked > 3 and asker.value("peer.peer.late") == 0 == asker.value("peer.peer.downs")
