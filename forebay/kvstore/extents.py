@@ -223,7 +223,7 @@ class PoolFiles:
         for _ in range(2):  # a moment's error must not leave gigabytes of memory behind
             with suppress(OSError):
                 shutil.rmtree(self.path)
-        if self.path.exists():
+        if os.path.lexists(self.path):  # says no where it can't be told, which is no reason to fail a stop
             log.error("%s can't be removed: do it by hand, or with `forebay fsck --pools --repair`", self.path)
 
     def _file(self, extent: int) -> Path:

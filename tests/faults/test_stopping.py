@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from forebay.kvstore.client import AsyncStoreClient, StoreClient
+from forebay.kvstore.extents import PoolFiles
 from forebay.kvstore.writers import DEATH_CHECKS_S
 from tests.faults.inprocess import SPEC, InProcessDaemon, chunks_of, config, started
 from tests.faults.kill_loop import Daemon
@@ -28,6 +33,23 @@ def test_a_stop_in_the_middle_of_reading_adopted_chunks_leaves_nothing(tmp_path:
     assert store.process.wait(60) == 0, store.last_words()
     assert not store.pool.exists() and not store.socket.exists()
     assert "Traceback" not in store.last_words()
+
+
+def test_a_pool_that_cannot_be_looked_at_any_more_does_not_fail_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = PoolFiles(tmp_path / "pool", 1 << 20)
+    pool.open()
+
+    def broken(path: object, **more: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("forebay.kvstore.extents.shutil.rmtree", broken)
+    for call in ("stat", "lstat"):
+        monkeypatch.setattr(os, call, broken)
+    pool.close(remove=True)
+    monkeypatch.undo()
+    assert pool.path.exists() and not pool.locked
 
 
 def test_a_store_that_has_stopped_touches_its_pool_no_more(tmp_path: Path) -> None:
