@@ -17,8 +17,7 @@ from tests.tiers.fs_rig import FsRig
 from tests.tiers.support import PATIENCE_S, Driver, Made, Pool
 
 QUICK: dict[str, Any] = {"dead_after_s": 30.0, "takeover_s": 0.2}
-"""A beat that is taken for dead after little time is so on a busy machine too: only for tests in which one dies."""
-MORTAL: dict[str, Any] = {"dead_after_s": 2.0}
+"""Whoever lives beats in time on a busy machine, too. Who is to be seen dead is made so by `hasten`."""
 
 
 def used(directory: Path) -> int:
@@ -76,6 +75,10 @@ class Several:
             mirror.manifest._env.close()
         os.close(tier._lock)
         os.close(tier._state_lock)
+
+    def hasten(self, number: int, dead_after_s: float = 0.3) -> None:
+        """Have this one take a beat that stands still for a dead one's so soon."""
+        self.tier(number)._neighbours._onlooker.dead_after_s = dead_after_s
 
     def until(self, true: Callable[[], bool], what: str) -> None:
         end = time.monotonic() + PATIENCE_S

@@ -20,7 +20,7 @@ from forebay.tiers.fs.fsck import check_directory, list_directory
 from forebay.tiers.fs.paths import Paths, seat_paths
 from forebay.tiers.fs.requests import REQUESTS_MAX, Mailbox, Request
 from forebay.tiers.fs.tier import FsTier
-from tests.tiers.fs_several import MORTAL, Several, Watchman, told, used
+from tests.tiers.fs_several import Several, Watchman, told, used
 from tests.tiers.support import NAMESPACE, ROOT, Driver, Pool, make_chunk, numbered
 
 BIG = 48 << 10
@@ -46,11 +46,6 @@ def make(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 @pytest.fixture(params=["flock", "heartbeat"])
 def several(make: Make, request: pytest.FixtureRequest) -> Several:
     return make(liveness=request.param, quota_bytes=8 << 20)
-
-
-@pytest.fixture(params=["flock", "heartbeat"])
-def mortal(make: Make, request: pytest.FixtureRequest) -> Several:
-    return make(liveness=request.param, quota_bytes=8 << 20, **MORTAL)
 
 
 def two(several: Several) -> tuple[Driver, Driver]:
@@ -275,41 +270,44 @@ def test_all_together_never_take_more_than_the_quota(several: Several) -> None:
         assert several.tier(number).statistics().values["bytes_stored"] == own, "each byte is counted once"
 
 
-def test_who_stays_alone_gets_everything_back(mortal: Several) -> None:
-    first, _ = two(mortal)
+def test_who_stays_alone_gets_everything_back(several: Several) -> None:
+    first, _ = two(several)
     part = first.value("bytes_quota")
-    mortal.die(1)
-    mortal.until(lambda: first.value("bytes_quota") > 1.9 * part, "the other part")
+    several.die(1)
+    several.hasten(0)
+    several.until(lambda: first.value("bytes_quota") > 1.9 * part, "the other part")
     assert first.value("stores") == 1
 
 
 # --- death, and what is left -----------------------------------------------------------------------------------
 
 
-def test_what_a_dead_store_left_comes_to_another_with_the_room_that_it_takes(mortal: Several) -> None:
-    first, second = two(mortal)
-    quota = mortal.options["quota_bytes"]
+def test_what_a_dead_store_left_comes_to_another_with_the_room_that_it_takes(several: Several) -> None:
+    first, second = two(several)
+    quota = several.options["quota_bytes"]
     mine, theirs = [numbered(i, granule=BIG) for i in range(15)], [numbered(50 + i, granule=BIG) for i in range(15)]
     for here, there in zip(mine, theirs, strict=True):
         assert first.store(here).ok and second.store(there).ok
-    mortal.until(lambda: second.value("neighbour_chunks") == 15, "the news")
-    unfinished = mortal.paths(0).tmp / "77-1"
+    several.until(lambda: second.value("neighbour_chunks") == 15, "the news")
+    unfinished = several.paths(0).tmp / "77-1"
     unfinished.write_bytes(bytes(100_000))
-    living = mortal.paths(1).tmp / "78-1"
+    living = several.paths(1).tmp / "78-1"
     living.write_bytes(b"")
-    watchman = Watchman(mortal.directory)
-    mortal.die(0)
+    watchman = Watchman(several.directory)
+    several.die(0)
+    several.hasten(1)
     assert second.serves(mine[0]), "a dead store's chunks are served all the same"
-    mortal.until(lambda: second.value("estates") == 1, "the estate")
+    several.until(lambda: second.value("estates") == 1, "the estate")
     assert all(second.serves(chunk) for chunk in mine + theirs)
     assert not unfinished.exists() and living.exists()
-    mortal.until(lambda: second.value("bytes_quota") > 0.9 * quota, "its part")
-    assert second.value("bytes_stored") == used(mortal.paths(1).chunks)
+    several.until(lambda: second.value("bytes_quota") > 0.9 * quota, "its part")
+    assert second.value("bytes_stored") == used(several.paths(1).chunks)
     removed = [change.chunk for change in second.changes if not change.stored]
     assert removed == [], "they were there all the time"
     assert watchman.stop() <= quota
-    again = mortal.open(0)
-    mortal.settled(2)
+    several.hasten(1, 30.0)
+    again = several.open(0)
+    several.settled(2)
     assert all(again.serves(chunk) for chunk in mine + theirs)
 
 
@@ -363,7 +361,7 @@ def test_an_heir_that_dies_is_followed_by_another(make: Make, monkeypatch: pytes
 
 
 def test_who_stood_still_for_too_long_publishes_nothing_and_starts_anew(make: Make) -> None:
-    several = make(quota_bytes=8 << 20, liveness="heartbeat", **MORTAL)
+    several = make(quota_bytes=8 << 20, liveness="heartbeat")
     first, second = two(several)
     kept = numbered(1)
     first.store(kept)
@@ -371,6 +369,8 @@ def test_who_stood_still_for_too_long_publishes_nothing_and_starts_anew(make: Ma
     tier._neighbours._looking.acquire()
     still = threading.Event()
     turn, tier._neighbours.turn = tier._neighbours.turn, lambda: still.wait(20)  # type: ignore[method-assign]
+    several.hasten(1)
+    tier._neighbours._dead_after_s = 0.3
     several.until(lambda: second.value("estates") == 1, "the others to take it for dead")
     result = first.store(numbered(2))
     assert not result.ok, "nobody would count its bytes"
@@ -386,6 +386,7 @@ def test_who_stood_still_for_too_long_publishes_nothing_and_starts_anew(make: Ma
     with pytest.raises(TierFailed, match="taken over"):
         tier.get_finished_jobs()
     several.close(0)
+    several.hasten(1, 30.0)
     again = several.open(0)
     several.settled(2)
     assert again.serves(kept) and second.serves(kept)
