@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import lmdb
 
-from forebay.tiers.fs.complaints import complain
 from forebay.tiers.fs.outbox import Outbox
 from forebay.tiers.fs.state import State
+from forebay.tiers.s3.complaints import complain
 from forebay.tiers.s3.doomed import Doomed
 from forebay.tiers.s3.failures import RequestFailed
 from forebay.tiers.s3.holdings import Holdings

@@ -14,11 +14,11 @@ from forebay.errors import CorruptChunk
 from forebay.tiers.base import JobResult, LoadJob
 from forebay.tiers.codec.codec import Codec
 from forebay.tiers.codec.errors import CannotDecode
-from forebay.tiers.fs.complaints import complain
 from forebay.tiers.fs.manifest import tenant_digest
 from forebay.tiers.fs.outbox import Outbox
 from forebay.tiers.s3.bucket import GivenUp
 from forebay.tiers.s3.clears import Clears
+from forebay.tiers.s3.complaints import complain
 from forebay.tiers.s3.deadlines import Deadlines
 from forebay.tiers.s3.doomed import Doomed
 from forebay.tiers.s3.failures import Kind, RequestFailed

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from forebay.tiers.fs.complaints import complain
 from forebay.tiers.s3.breaker import Breaker
 from forebay.tiers.s3.budget import RetryBudget
+from forebay.tiers.s3.complaints import complain
 from forebay.tiers.s3.failures import Kind, RequestFailed, failure_of
 from forebay.tiers.s3.metrics import RequestMetrics
 

@@ -16,11 +16,11 @@ from forebay.tiers.base import ChunkId, JobResult, StoreJob
 from forebay.tiers.chunks import Slot, checked_slot
 from forebay.tiers.codec.codec import Codec
 from forebay.tiers.codec.errors import CannotDecode
-from forebay.tiers.fs.complaints import complain
 from forebay.tiers.fs.manifest import Record
 from forebay.tiers.fs.outbox import Outbox
 from forebay.tiers.s3.cards import Written
 from forebay.tiers.s3.clears import Clears
+from forebay.tiers.s3.complaints import complain
 from forebay.tiers.s3.doomed import Doomed
 from forebay.tiers.s3.failures import Kind, RequestFailed
 from forebay.tiers.s3.finder import see_front

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 
 from forebay.errors import ConfigError, CorruptChunk
 from forebay.tiers.base import ChunkId, ClearScope, JobResult, LoadJob
-from forebay.tiers.fs.complaints import complain
 from forebay.tiers.fs.manifest import tenant_digest
 from forebay.tiers.s3.breaker import Breaker, State
 from forebay.tiers.s3.bucket import GivenUp
 from forebay.tiers.s3.budget import RetryBudget
 from forebay.tiers.s3.cards import HEADER_KEPT, Card, Cards, Written
 from forebay.tiers.s3.clears import OPEN_MAX, Clears
+from forebay.tiers.s3.complaints import complain
 from forebay.tiers.s3.deadlines import Deadlines
 from forebay.tiers.s3.doomed import Doomed
 from forebay.tiers.s3.failures import Kind, RequestFailed, failure_of
