@@ -21,6 +21,8 @@ from forebay.tiers.mooncake.options import SEGMENT_BYTES_MIN
 from forebay.tiers.mooncake.tier import MooncakeTier
 from forebay.tiers.registry import create_tier
 
+LONG_S = 30.0
+"""Far more than anything should take here, and far less than the library waits by itself: a minute or more."""
 BIG = 2 << 20
 """Granule of a chunk whose transfer takes long enough to be interrupted."""
 
@@ -62,7 +64,7 @@ def test_a_host_that_dies_takes_its_chunks_with_it_and_nothing_else(master: Mast
             dying.kill()
             began = time.monotonic()
             assert not any(driver.load(chunk, deadline_s=3.0).result.ok for chunk in lost)
-            assert time.monotonic() - began < 4 * 3.5
+            assert time.monotonic() - began < LONG_S
             driver.until(lambda: not any(driver.has(chunk) for chunk in lost), "the master to notice")
             driver.until(lambda: driver.store(lost[0]).ok and driver.serves(lost[0]), "a place with a living host")
 
@@ -76,7 +78,7 @@ def test_a_host_that_hangs_costs_a_deadline_once_and_writes_nothing_later(master
         began = time.monotonic()
         results = driver.finish(jobs)
         assert {result.reason for result in results.values()} == {"late"}
-        assert time.monotonic() - began < 5.0, "a job waited for its host"
+        assert time.monotonic() - began < LONG_S, "a job waited for its host"
         driver.until(lambda: driver.value("calls_hung") > 0, "the hang to be noticed")
         assert driver.value("hosts_suspected") == 1 and driver.value("threads_hanging") > 0
         spared = driver.load(chunks[0], deadline_s=10.0)
@@ -104,7 +106,7 @@ def test_a_close_ends_loads_whose_call_hangs(
         driver.until(lambda: driver.value("threads_hanging") == 1, "the hang to be noticed")
         began = time.monotonic()
         driver.end()
-        assert time.monotonic() - began < 10.0
+        assert time.monotonic() - began < LONG_S
         assert [result.reason for result in driver.results] == ["dropped"]
         hanging.resume()
 
@@ -149,7 +151,7 @@ def test_a_master_that_hangs_keeps_nobody_waiting_longer_than_its_deadline(maste
         began = time.monotonic()
         assert driver.load(chunk, deadline_s=0.3).result.reason in ("late", "missing", "io")
         driver.engine.forget([numbered(5).id], "cleared")
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < LONG_S
         with pytest.raises(TierUnavailable):
             driver.engine.clear_scope(ClearScope())
         master.resume()
@@ -214,7 +216,7 @@ def test_without_a_master_the_start_says_so_soon(master: Master) -> None:
     began = time.monotonic()
     with pytest.raises(TierUnavailable, match=str(master.address)):
         create_tier("mooncake", "tier", options(master))
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < LONG_S
 
 
 def test_without_its_system_library_the_start_names_the_package(
