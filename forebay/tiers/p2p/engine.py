@@ -290,23 +290,29 @@ class Engine:
                 self._answers.silent(peer.name, asked)
                 continue
             self._answers.silent(peer.name, (query for query in asked if not sound(query)))
-            for batch in batches(queries):
-                self._spawn(self._ask, peer, batch)
+            self._spawn(self._ask, peer, queries)
         self._wake()
 
     async def _ask(self, peer: Peer, queries: list[Query]) -> None:
+        """Ask one peer; being late with any part of it is being late once."""
+        answered = await asyncio.gather(*(self._ask_batch(peer, batch) for batch in batches(queries)))
+        if all(answered):
+            peer.answered()
+        else:
+            peer.late()
+
+    async def _ask_batch(self, peer: Peer, batch: list[Query]) -> bool:
         link = peer.link
         try:
-            results: list[LookupResult] = await link.ask(queries, self._settings.options.ask_s) if link else []
+            results: list[LookupResult] = await link.ask(batch, self._settings.options.ask_s) if link else []
         except PeerError:
-            peer.late()
             results = []
         if results:
-            peer.answered()
-            self._answers.heard(peer.name, queries, results)
+            self._answers.heard(peer.name, batch, results)
         else:
-            self._answers.silent(peer.name, queries)
+            self._answers.silent(peer.name, batch)
         self._wake()
+        return bool(results)
 
     # --- figures ---------------------------------------------------------------------------------------
 

@@ -59,6 +59,7 @@ class Streams:
 
     place: Place
     _idle: deque[socket.socket] = field(default_factory=deque)
+    _closed: bool = False
 
     def fetch(self, chunk: ChunkId, memory: memoryview, due: float, stall_s: float, check: Check) -> Fetched:
         """Read a chunk's payload into the front of `memory`. `check` is called as `Check` says.
@@ -111,10 +112,10 @@ class Streams:
         return Placed(block, length, address, epoch, done, connection.close)
 
     def _keep(self, connection: socket.socket) -> None:
-        if len(self._idle) < KEPT_MAX:
-            self._idle.append(connection)
-        else:
+        if self._closed or len(self._idle) >= KEPT_MAX:
             connection.close()
+        else:
+            self._idle.append(connection)
 
     def _fetch(
         self, connection: socket.socket, chunk: ChunkId, memory: memoryview, due: float, stall_s: float, check: Check
@@ -155,6 +156,7 @@ class Streams:
 
     def close(self) -> None:
         """Hang up what is idle."""
+        self._closed = True  # what is still out is closed when it comes back
         while self._idle:
             self._idle.pop().close()
 

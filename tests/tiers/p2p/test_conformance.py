@@ -54,7 +54,7 @@ class P2pConformance(TierConformance):
     def peer_options(self, host: Host) -> dict[str, OptionValue]:
         return {
             "store": NOWHERE, "peers": host.address, "push_to": "peer", "push_queue_bytes": QUEUE, "bulk": self.bulk,
-            "hit_s": 0.0, "miss_s": 0.0, "stall_s": 5.0, "ask_s": 0.1,
+            "hit_s": 0.0, "miss_s": 0.0, "stall_s": 5.0, "ask_s": 0.5,
         }  # fmt: skip
 
     def damage(self, driver: Driver, chunk: Made) -> None:
