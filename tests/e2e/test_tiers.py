@@ -21,7 +21,7 @@ from tests.e2e.prompts import sharing_prompts
 from tests.e2e.reference import greedy_reference
 from tests.e2e.test_identity import CHUNK, OUTPUT, VOCAB, WINDOW, Case, figure
 
-COUNT, LONGEST = 10, 150
+COUNT, LONGEST = 6, 110
 FRONTS = ("front1", "front2")
 
 
