@@ -96,8 +96,14 @@ class Streams:
     def open(self, chunk: ChunkId, capacity: int, due: float, stall_s: float) -> Placed:
         """Ask where a chunk lies; it stays there until `done`. Blocks and raises as `fetch`."""
         try:
-            connection, _ = self._connection(due, stall_s)
-            head, block = self._ask(connection, PLACE, chunk, capacity, due, stall_s)
+            connection, fresh = self._connection(due, stall_s)
+            try:
+                head, block = self._ask(connection, PLACE, chunk, capacity, due, stall_s)
+            except ConnectionError:
+                if fresh:
+                    raise
+                connection, _ = self._connection(due, stall_s, kept=False)
+                head, block = self._ask(connection, PLACE, chunk, capacity, due, stall_s)
         except (TimeoutError, BlockingIOError) as error:
             raise TooLate("the deadline has passed") if time.monotonic() >= due else PeerLost("it stalled") from error
         except OSError as error:

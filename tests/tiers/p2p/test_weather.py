@@ -143,3 +143,27 @@ def test_on_a_slow_link_loads_wait_for_each_other_and_questions_for_none_of_them
     results = asker.driver.results_of(jobs)
     assert all(asker.driver.check_load(job, chunk, results[job.id]) for job, chunk in zip(jobs, chunks, strict=True))
     assert asked > 3 and asker.value("peer.peer.late") == 0 == asker.value("peer.peer.downs")
+
+
+def test_a_kept_stream_that_the_peer_has_hung_up_is_replaced(open_all: ExitStack, pool: Pool) -> None:
+    host = open_all.enter_context(closing(Host("peer")))
+    host.source.put(BIG)
+    asker = open_all.enter_context(closing(Asker(pool, host.address)))
+    asker.sees("peer")
+    assert asker.driver.serves(BIG)
+    server = host.tier._engine._stream_server
+    assert server is not None and server.connections == 1
+    for connection in list(server._connections):
+        connection.shutdown(2)
+    asker.until(lambda: server.connections == 0, "the peer to hang up")
+    assert asker.driver.serves(BIG)
+    assert asker.value("peer.peer.downs") == 0
+    streams = asker.tier._engine._streams["peer"]
+    placed = streams.open(BIG.id, len(BIG.payload), time.monotonic() + 5, 1.0)
+    assert placed.block == BIG.block and placed.address == 0
+    placed.done()
+    for connection in list(server._connections):
+        connection.shutdown(2)
+    asker.until(lambda: server.connections == 0, "the peer to hang up")
+    streams.open(BIG.id, len(BIG.payload), time.monotonic() + 5, 1.0).drop()
+    asker.until(lambda: host.source.lent == 0, "nothing to be lent any more")
