@@ -1,10 +1,13 @@
 """A directory with very many chunks, and how long a store that starts on it takes to answer.
 
-    python -m tests.tiers.many_files --files 1000000 [--directory DIR]
+    python -m tests.tiers.many_files --files 1000000 [--directory DIR] [--whole]
 
-The chunks are as small as they can be, 8 KiB on the disk each: for a million, 8 GB and as many inodes are needed, and
-all is removed at the end. What is measured starts with the store's command and ends with a prompt's first hit, every
-byte of which is compared; the walk over all files has only begun by then.
+With `--whole` the chunks are as small as they can be, 8 KiB on the disk each: for a million, 8 GB and as many inodes
+are needed. Without, they are names alone, hard links to a few of them: whoever looked into one would find another
+chunk there, but nobody does before the first hit. All is removed at the end.
+
+What is measured starts with the store's command and ends with a prompt's first hit, every byte of which is compared;
+the walk over all files has only begun by then.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ from tests.tiers.support import make_chunk
 QUOTA = 64 << 30
 PROMPT = list(range(1, 2 * CHUNK + 1))
 BATCH = 5000
+LINKS_MAX = 50_000
+"""To one file; ext4 takes 65,000."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,8 @@ class Times:
     chunks: float
 
 
-def add_files(paths: Paths, manifest: Manifest, count: int) -> None:
-    """Write so many tiny chunks and enter them, as a store would have."""
+def add_files(paths: Paths, manifest: Manifest, count: int, *, whole: bool) -> None:
+    """Make so many tiny chunks and enter them, as a store would have."""
     device, buffer = Device(paths, "off", fsync=False), AlignedBuffer()
     for folder in range(FOLDERS):
         os.makedirs(f"{paths.chunks}/{folder_name(folder)}", mode=0o700, exist_ok=True)
@@ -56,8 +61,12 @@ def add_files(paths: Paths, manifest: Manifest, count: int) -> None:
             for number in range(first, min(first + BATCH, count)):
                 chunk = make_chunk([number % 60_000, number // 60_000, *range(14)], granule=16)
                 path, block = paths.chunk(chunk.id), chunk.block
-                temp = device.write(path, block, memoryview(chunk.payload), buffer, aligned=False)
-                device.publish(temp, path)
+                if whole or number % LINKS_MAX == 0:
+                    temp = device.write(path, block, memoryview(chunk.payload), buffer, aligned=False)
+                    device.publish(temp, path)
+                    linked = path
+                else:
+                    os.link(linked, path)
                 front = Front(chunk.header, block, temp.disk, temp.inode)
                 manifest._commit(txn, chunk.id, record_of(front, cold=False), found=False)
 
@@ -75,17 +84,17 @@ def first_hit(store: TierStore, folder: Path) -> float:
     return time.monotonic() - began
 
 
-def measure(folder: Path, count: int) -> Times:
+def measure(folder: Path, count: int, *, whole: bool = True) -> Times:
     """Make the directory, start twice on it: after a clean end, and after SIGKILL."""
     store = TierStore(folder)
     try:
-        return _measure(store, folder, count)
+        return _measure(store, folder, count, whole=whole)
     finally:
         if store.process is not None and store.process.poll() is None:
             store.stop()
 
 
-def _measure(store: TierStore, folder: Path, count: int) -> Times:
+def _measure(store: TierStore, folder: Path, count: int, *, whole: bool) -> Times:
     store.start(tiers(folder))
     store.fill(PROMPT)
     store.until(lambda values: values["tier.files.chunks"] >= 4)
@@ -94,7 +103,7 @@ def _measure(store: TierStore, folder: Path, count: int) -> Times:
     assert store.stop() == 0
     directory = folder / "files"
     manifest = Manifest(directory / ".state" / "manifest", FsOptions(directory="/", quota_bytes=QUOTA).map_bytes)
-    add_files(Paths(directory), manifest, count)
+    add_files(Paths(directory), manifest, count, whole=whole)
     manifest.close()
     clean = first_hit(store, folder)
     assert store.process is not None
@@ -112,10 +121,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=1_000_000)
     parser.add_argument("--directory", type=Path, help="where (default: the temporary folder)")
+    parser.add_argument("--whole", action="store_true", help="no hard links: a file a chunk")
     options = parser.parse_args(arguments)
     folder = Path(tempfile.mkdtemp(prefix="forebay-many-", dir=options.directory))
     try:
-        found = measure(folder, options.files)
+        found = measure(folder, options.files, whole=options.whole)
         print(
             f"{found.chunks:,.0f} chunks: first hit {found.clean:.2f} s after the command, {found.killed:.2f} s after "
             f"SIGKILL and the command, {found.few:.2f} s with few files; {found.walked:,.0f} files walked over by then",
