@@ -61,6 +61,8 @@ class Holdings:
         self._evicting = threading.Lock()
         self._changing = threading.Lock()
         self._told: set[ChunkId] = set()
+        # What this process has told of already, until everything older has been told of as well.
+        self._fresh: set[ChunkId] | None = set()
         self._pins: Counter[ChunkId] = Counter()
         self._touches: dict[ChunkId, bool] = {}
         self._small = threading.Lock()
@@ -118,6 +120,8 @@ class Holdings:
                 assert not (old.stored or old.leaving), "the chunk's place was not free"
                 stored += record.disk
                 self._outbox.change(TierChange(one.chunk, True, "", one.card.header))
+                if self._fresh is not None:
+                    self._fresh.add(one.chunk)
             self.ledger.move(reserved=-reserved, stored=stored)
 
     def announce(self) -> Iterator[None]:
@@ -126,10 +130,17 @@ class Holdings:
             with self.manifest.reading() as view:
                 chunks = view.in_folder(first_byte)
             for chunk in chunks:
-                card = self.cards.get(chunk)
-                if card is not None and card.header and self.manifest.get(chunk) is not None:
-                    self._outbox.change(TierChange(chunk, True, "", card.header))
+                self._announce(chunk)
             yield
+        self._fresh = None
+
+    def _announce(self, chunk: ChunkId) -> None:
+        with self._changing:  # so that no removal is told before
+            if (self._fresh is not None and chunk in self._fresh) or self.manifest.get(chunk) is None:
+                return
+            card = self.cards.get(chunk)
+            if card is not None and card.header:
+                self._outbox.change(TierChange(chunk, True, "", card.header))
 
     def make_room(self, size: int) -> bool:
         """Reserve `size` bytes, evicting for them. False if that can't be had. Blocks on the bucket."""

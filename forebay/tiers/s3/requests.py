@@ -32,6 +32,8 @@ class Requests:
     sleep: Callable[[float], None] = time.sleep
     jitter: Callable[[], float] = random.random
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    closing: bool = False
+    """Nothing is tried again any more."""
 
     def run(self, operation: str, request: Callable[[], T], until: float | None = None) -> T:
         """What `request` returns. Tries again while the failure may pass, the budget has something left and `until`
@@ -41,7 +43,7 @@ class Requests:
             try:
                 return self._once(operation, request)
             except RequestFailed as failure:
-                if attempt >= self.attempts or not failure.kind.passing:
+                if attempt >= self.attempts or not failure.kind.passing or self.closing:
                     raise
                 pause = min(PAUSE_MAX_S, PAUSE_FIRST_S * 2 ** (attempt - 1)) * (0.5 + self.jitter())
                 if (until is not None and self.clock() + pause >= until) or not self.budget.take():

@@ -232,6 +232,7 @@ class S3Tier(SecondaryTier):
             "chunks_max": holdings.chunks_max, "manifest_bytes": self._memory.bytes,
             "remembered": len(self._sightings), "remembered_max": self.options.remembered,
             "remembered_pushed_out": self._sightings.pushed_out, "segments_known": self._sightings.segments,
+            "segments_read": len(self._learner),
             "fronts_open": self._finder.asking, "deadlines": len(self._deadlines), "doomed": len(self._doomed),
             "doomed_lost": self._doomed.lost, "clears_open": len(self._clears), "clears_merged": self._clears.merged,
             "changes_waiting": self._outbox.waiting, "announced": int(self._keeper.announced),
@@ -247,9 +248,12 @@ class S3Tier(SecondaryTier):
 
     def close(self) -> None:
         self._outbox.close()
+        self._requests.closing = True
         self._writer.hurry()
+        until = time.monotonic() + CLOSE_S  # for all of them: the daemon's patience isn't much longer
         self._keeper.close()
-        ended = [pool.close(CLOSE_S) for pool in (self._writers, self._readers, self._lookers)]
+        pools = (self._writers, self._readers, self._lookers)
+        ended = [pool.close(max(0.0, until - time.monotonic())) for pool in pools]
         self._deadlines.close()
         self._client.close()
         if not all(ended):

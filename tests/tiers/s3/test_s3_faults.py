@@ -14,6 +14,7 @@ import pytest
 from forebay.errors import ConfigError, TierUnavailable
 from forebay.testing.buckets import SECRET, SeaweedFS, Server
 from forebay.testing.chaosproxy import ChaosProxy, Weather
+from forebay.tiers.s3.finder import ASKED_A_LOOKUP, PROBES_MAX
 from forebay.tiers.s3.tier import S3Tier
 from tests.tiers.s3.conftest import MakeRig
 from tests.tiers.s3.rig import BUCKET, S3Rig, options_of
@@ -164,6 +165,43 @@ def test_a_put_whose_answer_is_lost_leaves_nothing_that_isnt_counted(rig: S3Rig,
     rig.until(lambda: rig.value("breaker_state") == CLOSED and rig.value("doomed") == 0, "what may be there to go")
     assert rig.objects() == [] and rig.value("bytes") == 0
     assert rig.store(chunk).ok and rig.serves(chunk)
+
+
+def test_what_a_silent_server_is_asked_for_is_bounded_and_what_goes_beyond_is_dropped_and_counted(
+    make_rig: MakeRig, seaweed: Server, proxy: ChaosProxy
+) -> None:
+    rig = make_rig(
+        seaweed, endpoint_url=f"http://127.0.0.1:{proxy.port}", refresh_s=0.0, timeout_s=1.0, failures_max=10_000,
+        read_queue_bytes=100_000, read_threads=2,
+    )  # fmt: skip
+    chunk = numbered(1, granule=10_000)
+    rig.store(chunk)
+    proxy.weather = Weather(silent=True)
+    loads = [rig.load_job(chunk, deadline_s=0.5) for _ in range(20)]
+    rig.engine.begin(loads)
+    assert rig.value("read_queue_bytes") <= 100_000
+    for batch in range(6):
+        queries = [numbered(1000 + batch * 300 + i).query() for i in range(300)]
+        outcomes = [answer.outcome for answer in rig.engine.lookup_once(queries)]
+        assert outcomes.count("retry") <= ASKED_A_LOOKUP and set(outcomes) <= {"retry", "miss"}
+    assert rig.value("fronts_open") <= PROBES_MAX and rig.value("fronts_passed_over") >= 1800 - PROBES_MAX
+    results = rig.results_of(loads)
+    reasons = [result.reason for result in results.values()]
+    assert set(reasons) == {"dropped", "late"} and reasons.count("dropped") == rig.value("loads_dropped") >= 15
+    assert rig.value("deadlines") == 0
+
+
+def test_a_close_doesnt_wait_for_a_silent_server(rig: S3Rig, proxy: ChaosProxy) -> None:
+    chunk = numbered(1, granule=BIG)
+    rig.store(chunk)
+    proxy.weather = Weather(silent=True)
+    jobs = [rig.load_job(chunk), *(rig.store_job(numbered(i)) for i in range(2, 10))]
+    rig.engine.begin(jobs)
+    began = time.monotonic()
+    rig.close()
+    assert time.monotonic() - began < 10.0
+    rig.engine.last_words(rig.results, rig.changes)
+    assert {result.id for result in rig.results if not result.ok} >= {job.id for job in jobs}
 
 
 # --- the server --------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 from forebay.errors import AlreadyRunning
 from forebay.testing.buckets import Server
 from forebay.tiers.base import ClearScope
+from forebay.tiers.s3.names import Names, segment_name
+from forebay.tiers.s3.segment import FRONT_BYTES, Piece, build
 from tests.tiers.s3.conftest import MakeRig
 from tests.tiers.s3.rig import S3Rig
 from tests.tiers.support import Made, make_chunk, numbered
@@ -95,6 +98,15 @@ def test_of_chunks_that_are_loaded_at_once_the_damaged_one_alone_is_a_miss(make_
     assert not served[5] and sum(served) >= 10, "the last of them may be asked for after the segment was given up"
 
 
+def test_what_is_stored_while_a_tier_starts_is_told_once(make_rig: MakeRig, seaweed: Server) -> None:
+    for number in range(3):
+        rig, chunks = make_rig(seaweed, pack_below_bytes=0), [numbered(10 * number + i) for i in range(8)]
+        store_together(rig, chunks)
+        rig.until(lambda rig=rig: rig.value("announced") == 1, "the walk over what was there")
+        rig.pump()
+        assert sorted(change.chunk.key for change in rig.changes) == sorted(chunk.id.key for chunk in chunks)
+
+
 def test_a_small_chunk_that_nothing_joins_in_time_has_its_own_object(make_rig: MakeRig, seaweed: Server) -> None:
     rig, chunk = make_rig(seaweed), numbered(1)
     rig.store(chunk)
@@ -171,6 +183,31 @@ def test_what_wasnt_there_is_asked_for_again_after_a_while(make_rig: MakeRig, se
     one.store(chunk)
     assert not two.has(chunk) and two.value("requests_front") == asked, "a miss is believed for a moment"
     two.until(lambda: two.has(chunk), "it to be asked for again")
+
+
+def test_an_index_that_is_longer_than_a_first_look_is_read_whole(make_rig: MakeRig, seaweed: Server) -> None:
+    rig, chunks = make_rig(seaweed), [make_chunk([i] * 16, granule=16) for i in range(800)]
+    segment = build([Piece(one.header, one.length, (one.block, one.payload)) for one in chunks])
+    assert segment.index_bytes > FRONT_BYTES
+    name = segment_name(time.time_ns(), "0" * 16, chunks[0].header.namespace, "")
+    rig.put(Names(rig.prefix).segment(name), segment.body)
+    rig.until(lambda: rig.value("chunks_learned") == 800, "the segment to be found")
+    assert rig.value("segments_read") == 1
+    assert all(rig.serves(chunk) for chunk in (chunks[0], chunks[400], chunks[-1]))
+
+
+@pytest.mark.parametrize("what", ["cut", "flipped", "of entries behind its end"])
+def test_a_segment_whose_index_cant_be_read_is_passed_over(make_rig: MakeRig, seaweed: Server, what: str) -> None:
+    rig, chunks = make_rig(seaweed), smalls(3)
+    segment = build([Piece(one.header, one.length, (one.block, one.payload)) for one in chunks])
+    body = bytearray(segment.body)
+    if what == "flipped":
+        body[30] ^= 1
+    name = segment_name(time.time_ns(), "0" * 16, chunks[0].header.namespace, "")
+    cut = {"cut": 100, "of entries behind its end": len(body) - 1}.get(what, len(body))
+    rig.put(Names(rig.prefix).segment(name), bytes(body[:cut]))
+    rig.until(lambda: rig.value("segments_corrupt") == 1, "it to be looked at")
+    assert not any(rig.has(chunk) or rig.serves(chunk) for chunk in chunks)
 
 
 def test_nothing_is_listed_for_stores_lookups_and_loads(make_rig: MakeRig, seaweed: Server) -> None:
