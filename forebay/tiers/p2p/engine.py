@@ -111,6 +111,10 @@ class Engine:
 
     def load(self, wanted: Wanted) -> None:
         """Run a load."""
+        if not self._loads.begin(wanted):
+            self._call(self._spawn, self._loads_run, wanted)
+
+    def _load_again(self, wanted: Wanted) -> None:
         self._call(self._spawn, self._loads_run, wanted)
 
     def push(self, job: StoreJob, slot: Slot) -> None:
@@ -129,10 +133,13 @@ class Engine:
         """End everything; False if the thread still hangs somewhere."""
         self._call(self._stop.set)
         self._thread.join(CLOSE_S)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        # Nobody may be told that a load is over while one of these still writes into its slot.
+        ending = threading.Thread(target=self._threads.shutdown, kwargs={"cancel_futures": True}, daemon=True)
+        ending.start()
+        ending.join(CLOSE_S)
         if self.nixl is not None:
             self.nixl.close()
-        return not self._thread.is_alive()
+        return not self._thread.is_alive() and not ending.is_alive()
 
     # --- the thread ------------------------------------------------------------------------------------
 
@@ -164,7 +171,7 @@ class Engine:
         fetcher = Fetcher(self._threads, options.stall_s, self._namespaces, self.nixl, window)
         self._loads = Loads(
             self._peers, self._answers, fetcher, self._ways, self._finish, self._fail, options.ask_s,
-            options.loads_at_once,
+            options.loads_at_once, self._load_again,
         )  # fmt: skip
         self._pushes = Pushes(
             self._peers, self._settings.push_to, self._namespaces, self._finish, options.stall_s

@@ -115,9 +115,10 @@ class Fetcher:
             have += size
 
     async def _by_stream(self, wanted: Wanted, ways: Ways, streams: Streams) -> Arrived:
-        return await asyncio.get_running_loop().run_in_executor(self.threads, self._stream, wanted, ways, streams)
+        return await asyncio.get_running_loop().run_in_executor(self.threads, self.by_stream, wanted, ways, streams)
 
-    def _stream(self, wanted: Wanted, ways: Ways, streams: Streams) -> Arrived:
+    def by_stream(self, wanted: Wanted, ways: Ways, streams: Streams) -> Arrived:
+        """As `fetch`, on the calling thread; blocks."""
         if self.nixl is not None and ways.remote is not None and self.nixl.attached(wanted.job.extent):
             arrived = self._placed(wanted, ways.remote, ways.remote_epoch, self.nixl, streams)
             if arrived is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from forebay.tiers.p2p.answers import Answers
 from forebay.tiers.p2p.errors import Damaged, NotThere, PeerError, PeerLost, PeerRefused, TooLate, Unfenced
 from forebay.tiers.p2p.fetch import Arrived, Fetcher, Wanted, Ways
 from forebay.tiers.p2p.peer import Peer
+from forebay.tiers.p2p.streams import Streams
 
 log = logging.getLogger("forebay.tier.p2p")
 
@@ -34,28 +36,86 @@ class Loads:
     fail: Callable[[Exception], None]
     ask_s: float
     at_once: int
+    again: Callable[[Wanted], None] = lambda wanted: None
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self._turns = asyncio.Semaphore(self.at_once)
-        self.running = 0
+        self._lock = threading.Lock()
+        self._loop = asyncio.get_running_loop()
+        self._straight = self._on_loop = 0
+
+    @property
+    def running(self) -> int:
+        """Loads that have no result yet."""
+        return self._straight + self._on_loop
+
+    # --- straight on a thread ---------------------------------------------------------------------------
+
+    def begin(self, wanted: Wanted) -> bool:
+        """From the tier's thread: run a load on a thread of its own, if a peer is known to have the chunk and serves
+        streams; the loop isn't troubled with it. False where it has to be."""
+        names = self.answers.places(wanted.job.chunk)
+        ways = self.ways(self.peers[names[0]]) if names else None
+        if ways is None or ways.streams is None:
+            return False
+        self._count_straight(1)
+        try:
+            self.fetcher.threads.submit(self._run_straight, wanted, self.peers[names[0]], ways, ways.streams)
+        except RuntimeError:  # the engine is closing
+            self._count_straight(-1)
+            return False
+        return True
+
+    def _count_straight(self, more: int) -> None:
+        with self._lock:
+            self._straight += more
+
+    def _run_straight(self, wanted: Wanted, peer: Peer, ways: Ways, streams: Streams) -> None:
+        try:
+            got = self.fetcher.by_stream(wanted, ways, streams)
+        except Unfenced as error:
+            self.fail(error)
+        except Exception:
+            self.again(wanted)  # with all that there is for peers that lie, lose or refuse
+        else:
+            if peer.troubled:
+                self._loop.call_soon_threadsafe(peer.served)
+            self._arrived(wanted, got)
+        finally:
+            self._count_straight(-1)
+
+    def _arrived(self, wanted: Wanted, got: Arrived) -> None:
+        with self._lock:
+            self.counts["loaded_bytes"] += got.length
+            self.counts[f"loads_by_{got.way}"] += 1
+            self.counts["loads_ok"] += 1
+        self.finish(JobResult(wanted.job.id, True, "", got.block, got.length))
+
+    # --- on the loop -----------------------------------------------------------------------------------
 
     async def run(self, wanted: Wanted) -> None:
         """One job, to its result."""
-        self.running += 1
+        self._on_loop += 1
         result: JobResult | None = JobResult(wanted.job.id, False, "io")
         try:
             result = await self._in_turn(wanted)
         except Unfenced as error:
             result = None
             self.fail(error)
+        except asyncio.CancelledError:
+            result = None  # a thread may still be writing: the tier tells it when all are at their end
+            raise
         except Exception:
             self.counts["load_failures"] += 1
             log.exception("p2p: loading %s failed", wanted.job.chunk.key.hex())
         finally:
-            self.running -= 1
-            if result is not None:
-                self.counts[f"loads_{result.reason}" if result.reason else "loads_ok"] += 1
+            self._on_loop -= 1
+            if result is not None and not result.ok:
+                with self._lock:
+                    self.counts[f"loads_{result.reason}"] += 1
+                self.finish(result)
+            elif result is not None:
                 self.finish(result)
 
     async def _in_turn(self, wanted: Wanted) -> JobResult:
@@ -118,8 +178,10 @@ class Loads:
             peer.leave(str(error))
             return JobResult(job.id, False, "io")
         peer.served()
-        self.counts["loaded_bytes"] += got.length
-        self.counts[f"loads_by_{got.way}"] += 1
+        with self._lock:
+            self.counts["loaded_bytes"] += got.length
+            self.counts[f"loads_by_{got.way}"] += 1
+            self.counts["loads_ok"] += 1
         return JobResult(job.id, True, "", got.block, got.length)
 
     async def _patiently(self, wanted: Wanted, ways: Ways) -> Arrived:

@@ -130,6 +130,11 @@ class Peer:
 
     # --- what it did -----------------------------------------------------------------------------------
 
+    @property
+    def troubled(self) -> bool:
+        """Is anything held against it that a chunk from it would clear?"""
+        return bool(self._late or self._broken or self._backoff.now_s)
+
     def served(self) -> None:
         """It brought a chunk whose bytes were right, or took one."""
         self._late = self._broken = 0

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 from forebay.kvstore.header import HEADER_BYTES_MAX
 from forebay.tiers.base import ChunkId
@@ -59,6 +60,7 @@ class Streams:
 
     place: Place
     _idle: deque[socket.socket] = field(default_factory=deque)
+    _all: WeakSet[socket.socket] = field(default_factory=WeakSet)
     _closed: bool = False
 
     def fetch(self, chunk: ChunkId, memory: memoryview, due: float, stall_s: float, check: Check) -> Fetched:
@@ -91,6 +93,7 @@ class Streams:
                 return self._idle.pop(), False
         connection = socket.create_connection((self.place.host, self.place.port), _patience(due, stall_s))
         tune(connection)
+        self._all.add(connection)
         return connection, True
 
     def open(self, chunk: ChunkId, capacity: int, due: float, stall_s: float) -> Placed:
@@ -161,8 +164,11 @@ class Streams:
         return head, bytes(block)
 
     def close(self) -> None:
-        """Hang up what is idle."""
-        self._closed = True  # what is still out is closed when it comes back
+        """Hang up."""
+        self._closed = True  # what is still out ends now, and is closed when it comes back
+        for connection in list(self._all):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
         while self._idle:
             self._idle.pop().close()
 
