@@ -155,7 +155,12 @@ def test_retries_against_a_failing_server_stay_within_their_budget(
     assert rig.value("retries") <= 5 and rig.value("retries_refused") >= 15
 
 
-def test_a_put_whose_answer_is_lost_leaves_nothing_that_isnt_counted(rig: S3Rig, proxy: ChaosProxy) -> None:
+def test_a_put_whose_answer_is_lost_leaves_nothing_that_isnt_counted(
+    make_rig: MakeRig, seaweed: Server, proxy: ChaosProxy
+) -> None:
+    rig = make_rig(
+        seaweed, endpoint_url=f"http://127.0.0.1:{proxy.port}", refresh_s=0.0, timeout_s=0.5, attempts=1
+    )
     chunk = numbered(1, granule=20_000)
     proxy.weather = Weather(silent=True, direction="to_client")
     result = rig.store(chunk)
