@@ -43,8 +43,15 @@ def program(name: str) -> str | None:
     return str(beside) if beside.is_file() else shutil.which(name)
 
 
+def _with_us() -> list[str]:
+    """What goes before a command that shall not outlive the thread that starts it, even if that is killed."""
+    setpriv = shutil.which("setpriv")
+    return [setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []
+
+
 class Server:
-    """A server process. `start` may be called again after `kill`; what it had stored is still there."""
+    """A server process; start it on a thread that lives as long. `start` may be called again after `kill`: what it had
+    stored is still there."""
 
     program = ""
     access, secret = ACCESS, SECRET
@@ -87,7 +94,7 @@ class Server:
                 self.prepare()
             with open(self.folder / "log", "ab") as log:
                 self.process = subprocess.Popen(
-                    self.command(), cwd=self.folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                    [*_with_us(), *self.command()], cwd=self.folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
                     env={**os.environ, **self.more_environment()},
                 )
             if self._answers():
