@@ -63,11 +63,12 @@ def test_delay_and_slices_cost_time_alone(setting: Setting) -> None:
 
 def test_silence_in_the_middle_of_a_chunk_is_a_miss_in_time(setting: Setting) -> None:
     asker, host, _, streams = setting
-    streams.weather = Weather(bytes_per_s=4 << 20, slice_bytes=1 << 14, direction="to_client")
+    streams.weather = Weather(bytes_per_s=12 << 20, slice_bytes=1 << 14, direction="to_client")
     job = asker.driver.load_job(BIG, deadline_s=DEADLINE_S)
-    asker.driver.engine.begin([job])
     before = streams.counts["bytes"]
-    asker.until(lambda: streams.counts["bytes"] > before + (1 << 19), "a part of the chunk")
+    asker.driver.engine.begin([job])
+    # Fast enough that no piece takes as long as `stall_s`, slow enough to be caught in the middle.
+    asker.until(lambda: streams.counts["bytes"] > before + (1 << 18), "a part of the chunk")
     streams.weather = Weather(silent=True)
     began = time.monotonic()
     result = asker.driver.results_of([job])[job.id]
