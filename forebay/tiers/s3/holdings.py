@@ -108,10 +108,23 @@ class Holdings:
         """Has this daemon stored it, or is it about to?"""
         return segment in self.writing or self.cards.is_segment(segment)  # in this order: it is never in neither
 
+    def left_begun(self) -> list[str]:
+        """Names of objects that a crash has left, in the bucket perhaps, but not in the books."""
+        left = []
+        for note in self.cards.begun():
+            name = f"{self.names.prefix}/{note}"
+            chunk = self.names.parse_chunk(name)
+            chunks = [chunk] if chunk else self.cards.members(name.removeprefix(self.names.segments))
+            if any(self.owns(chunk) for chunk in chunks):
+                self.cards.end(note)  # only that was still to be done
+            else:
+                left.append(name)
+        return left
+
     # --- coming ----------------------------------------------------------------------------------------
 
-    def commit(self, written: Sequence[Written], records: Sequence[Record], reserved: int) -> None:
-        """These chunks' object is in the bucket; what was reserved for it becomes theirs."""
+    def commit(self, written: Sequence[Written], records: Sequence[Record], reserved: int, begun: str) -> None:
+        """These chunks' object, noted as `begun`, is in the bucket; what was reserved for it becomes theirs."""
         stored = 0
         with self._changing:
             self.cards.put(written)
@@ -122,6 +135,7 @@ class Holdings:
                 self._outbox.change(TierChange(one.chunk, True, "", one.card.header))
                 if self._fresh is not None:
                     self._fresh.add(one.chunk)
+            self.cards.end(begun)
             self.ledger.move(reserved=-reserved, stored=stored)
 
     def announce(self) -> Iterator[None]:

@@ -102,8 +102,8 @@ class S3Tier(SecondaryTier):
             self._bucket, names, self._memory, self._outbox, options.quota_bytes, options.own_chunks_max
         )
         self._doomed = doomed = Doomed(DOOMED_MAX)
-        for left in self._memory.cards.begun():
-            doomed.add(f"{names.prefix}/{left}")
+        for left in holdings.left_begun():
+            doomed.add(left)
         self._clears = clears = Clears()
         self._sightings = seen = Sightings(options.remembered, options.found_s, options.missing_s, clock)
         writer = secrets.token_hex(8)

@@ -257,27 +257,32 @@ class Writer:
 
     def _put(self, name: str, body: bytes, reserved: int, *, fresh: bool) -> bool:
         """Put an object that has been made room for. False if there was one already; nothing is reserved then."""
-        note = name.removeprefix(f"{self._names.prefix}/")
+        note = self._note(name)
         keep_note = False
         try:
             self._holdings.cards.begin(note)
             self._bucket.put(name, body, fresh=fresh)
-            reserved = 0
+            reserved, keep_note = 0, True  # until it is in the books
             return True
         except RequestFailed as failure:
             if failure.kind is Kind.EXISTS:
                 return False
-            keep_note = failure.maybe_done and not self._doomed.add(name)
+            keep_note = failure.maybe_done
+            if keep_note:
+                self._doomed.add(name)
             raise
         finally:
             self._holdings.ledger.release(reserved)
             if not keep_note:
                 self._holdings.cards.end(note)
 
+    def _note(self, name: str) -> str:
+        return name.removeprefix(f"{self._names.prefix}/")
+
     def _commit(self, name: str, written: Sequence[Written], records: Sequence[Record], size: int) -> None:
         """Enter an object that has been put into the books. If they can't take it, it has to go again."""
         try:
-            self._holdings.commit(written, records, size)
+            self._holdings.commit(written, records, size, self._note(name))
         except lmdb.Error:
             self._holdings.ledger.release(size)
             self._doomed.add(name)

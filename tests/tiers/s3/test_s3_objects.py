@@ -266,13 +266,16 @@ def test_what_a_crash_left_half_done_is_removed_by_the_next_process(
     make_rig: MakeRig, seaweed: Server, tmp_path: Path
 ) -> None:
     rig = make_rig(seaweed, state_dir=str(tmp_path / "state"))
-    lost = numbered(1)
-    rig.tier._memory.cards.begin(f"chunks/{lost.id.key.hex()}-00")
+    lost, kept = numbered(1), numbered(2)
+    rig.store(kept)
+    assert rig.tier._memory.cards.begun() == [], "what is in the books isn't half done"
+    for chunk in (lost, kept):
+        rig.tier._memory.cards.begin(f"chunks/{chunk.id.key.hex()}-00")
     rig.put(rig.name(lost), lost.block + lost.payload)
     rig.close()
     again = rig.again()
-    again.until(lambda: again.objects() == [] and again.value("doomed") == 0, "the object to go")
-    assert again.tier._memory.cards.begun() == []
+    again.until(lambda: again.objects() == [rig.name(kept)] and again.value("doomed") == 0, "the object to go")
+    assert again.tier._memory.cards.begun() == [] and again.serves(kept)
 
 
 # --- behind the tier's back --------------------------------------------------------------------------------
