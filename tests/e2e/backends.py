@@ -60,7 +60,11 @@ class Bucket(Backend):
             pytest.skip(absent)
         self.server = SeaweedFS(self.folder)
         self.server.start()
-        self.server.make_bucket("kv-cache")
+        try:
+            self.server.make_bucket("kv-cache")
+        except BaseException:
+            self.server.kill()
+            raise
         self._patch = pytest.MonkeyPatch()
         for name, value in self.server.environment.items():
             self._patch.setenv(name, value)
