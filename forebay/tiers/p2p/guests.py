@@ -12,6 +12,7 @@ from forebay.tiers.p2p.source import Loan, Room
 GUESTS_MAX = 256
 OPENS_MAX = 64
 PUSHES_MAX = 16
+LINKS_OF_A_KEEPER = 2
 SILENT_S = 10.0
 """A guest that has said nothing for so long is gone; who dials pings every second."""
 
@@ -37,6 +38,7 @@ class Guest:
     pushes: dict[int, Push] = field(default_factory=dict)
     busy: int = 0
     nixl: bool = False
+    keeper: bytes = b""
 
 
 class Guests:
@@ -51,13 +53,17 @@ class Guests:
     def __len__(self) -> int:
         return len(self._by_identity)
 
-    def welcome(self, identity: bytes, name: str, boot: bytes) -> Guest | None:
-        """Take a connection in, anew if it was here before; None if there are too many."""
+    def welcome(self, identity: bytes, name: str, boot: bytes, keeper: bytes = b"") -> Guest | None:
+        """Take a connection in, anew if it was here before; None if there are too many. It ends those of the same
+        keeper but the latest."""
         self.remove(identity)
+        same = [i for i, guest in self._by_identity.items() if keeper and guest.keeper == keeper]
+        for older in same[: len(same) - (LINKS_OF_A_KEEPER - 1)]:
+            self.remove(older)
         if len(self._by_identity) >= GUESTS_MAX:
             self.turned_away += 1
             return None
-        guest = Guest(name, boot, secrets.token_bytes(16), self._clock())
+        guest = Guest(name, boot, secrets.token_bytes(16), self._clock(), keeper=keeper)
         self._by_identity[identity] = guest
         self._by_ticket[guest.ticket] = guest
         return guest

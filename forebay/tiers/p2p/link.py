@@ -95,9 +95,9 @@ class Link:
         """Has it been welcomed, and not failed?"""
         return self.welcome is not None and not self.failed.done()
 
-    async def greet(self, name: str, boot: bytes, timeout_s: float, *, nixl: bool) -> Welcome:
+    async def greet(self, name: str, boot: bytes, keeper: bytes, timeout_s: float, *, nixl: bool) -> Welcome:
         """Say Hello. Raises PeerLost if nobody answers in time, or not as this protocol wants it."""
-        hello = Hello(VERSION, name, boot, nixl)
+        hello = Hello(VERSION, name, boot, nixl, keeper)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._socket.send_multipart([encode(hello)])

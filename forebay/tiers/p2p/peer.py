@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ class Peer:
         self._backoff = backoff or Backoff()
         self._late = self._broken = 0
         self._last_why = ""
+        self._keeper = secrets.token_bytes(16)
         self.link: Link | None = None
         self.bulk: Link | None = None
         self.counts: Counter[str] = Counter()
@@ -106,8 +108,8 @@ class Peer:
                 links.append(self._dialled())
                 tasks.append(asyncio.create_task(links[-1].receive()))
             link, bulk = links
-            await link.greet(self._me.name, self._me.boot, HELLO_S, nixl=False)
-            welcome = await bulk.greet(self._me.name, self._me.boot, HELLO_S, nixl=self._me.nixl)
+            await link.greet(self._me.name, self._me.boot, self._keeper, HELLO_S, nixl=False)
+            welcome = await bulk.greet(self._me.name, self._me.boot, self._keeper, HELLO_S, nixl=self._me.nixl)
             self._greeted(self, welcome)
             self.link, self.bulk, self._late, self._broken = link, bulk, 0, 0
             self.counts["ups"] += 1

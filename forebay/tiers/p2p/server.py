@@ -163,7 +163,7 @@ class Server:
         if hello.boot == self.boot:
             self._send(identity, Refused(0, "that is myself"))
             return
-        guest = self.guests.welcome(identity, hello.name[:64], hello.boot)
+        guest = self.guests.welcome(identity, hello.name[:64], hello.boot, hello.keeper)
         if guest is None:
             self._send(identity, Refused(0, "too many peers are here already"))
             return

@@ -37,12 +37,14 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 class Hello(Message, frozen=True):
-    """First message. `boot` is new with each process; `nixl` says whether its NIXL may read."""
+    """First message. `boot` is new with each process; `nixl` says whether its NIXL may read. Of the connections of one
+    `keeper` (empty: none) the last two count, older ones are over, whether or not that could be told here."""
 
     version: int
     name: str
     boot: bytes
     nixl: bool
+    keeper: bytes = b""
 
 
 class Welcome(Message, frozen=True):

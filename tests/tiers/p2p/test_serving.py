@@ -34,6 +34,7 @@ from forebay.tiers.p2p.wire import (
     Refused,
     Stored,
     Taken,
+    Welcome,
     Withdraw,
     exact,
 )
@@ -256,3 +257,19 @@ def test_a_store_without_room_declines(host: Host, guest: Dialer) -> None:
     host.source.room_for = 100
     guest.say(offer(1, CHUNK_2))
     assert guest.hear(Declined).reason == "full"
+
+
+def test_of_one_keepers_connections_the_last_two_count(host: Host, open_all: ExitStack) -> None:
+    dialers = []
+    for number in range(3):
+        dialer = open_all.enter_context(closing(Dialer(host.port, hello=False)))
+        dialer.say(Hello(VERSION, "keeper", b"k" * 16, False, b"keeper"))
+        dialer.hear(Welcome)
+        dialer.say(Open(1, CHUNK.id, 1 << 20))
+        dialer.hear(Opened)
+        dialers.append(dialer)
+        assert host.source.lent == min(number + 1, 2)
+    dialers[0].say(Ping())
+    assert isinstance(dialers[0].hear_any()[0], Refused)
+    dialers[2].say(Ping())
+    assert dialers[2].hear(Pong)
