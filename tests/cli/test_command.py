@@ -53,14 +53,15 @@ def test_a_worker_without_its_extra_says_what_to_install(tmp_path: Path, module:
     assert done.returncode == 2 and "pip install 'forebay[worker]'" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_second_store_on_a_socket_is_refused(tmp_path: Path) -> None:
+def test_a_second_store_on_a_socket_or_a_manifest_is_refused(tmp_path: Path) -> None:
     store = RunningStore(tmp_path)
-    store.start()
+    store.start("--fs-state-dir", str(tmp_path / "state"))
     try:
         assert str(store.socket) in told("store", "--socket", store.socket, code=4)
         other = tmp_path / "other.sock"
-        refused = told("store", "--socket", other, "--memory", "16MiB", "--fs", store.files, code=4)
-        assert str(store.files) in refused and not other.exists()
+        arguments = ["--memory", "16MiB", "--fs", store.files, "--fs-state-dir", tmp_path / "state"]
+        refused = told("store", "--socket", other, *arguments, code=4)
+        assert str(tmp_path / "state") in refused and not other.exists()
     finally:
         assert store.stop() == 0
     assert not store.socket.exists()
