@@ -24,7 +24,7 @@ from forebay.tiers.host import TierHost
 
 T = TypeVar("T")
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 """How long a call may take before it counts as a hang."""
 
 
