@@ -203,8 +203,8 @@ async def _a_late_load(folder: Path) -> None:
             found = await pull(client, tokens, 150)
             # Which of the two loads hangs is a matter of the tier's threads; what the other has brought is a hit.
             assert found.hit in (0, 32) and found.pending, "the deadline frees the request"
-            held = {entry.slot for entry in core.table}
-            assert len(held) == 2 and core.promoting_bytes > 0, "and not the slots"
+            held = {entry.slot for entry in core.table if entry.state.name == "PROMOTING"}
+            assert held and core.promoting_bytes > 0, "and not the slot"
             for number in range(20):
                 await push(client, [600 + number] * 64)
                 assert held <= {entry.slot for entry in core.table if entry.state.name in ("PROMOTING", "COMMITTED")}
@@ -262,7 +262,11 @@ async def _everybody_holds(folder: Path) -> None:
             client.release([lease])
         first.release([answer.lease for answer in answers[:10]])
         second.release([answer.lease for answer in answers[10:]])
-        assert (await pull(first, prompts[0], 5000)).hit == 64, "what was let go of can be used again"
+        for _ in range(100):  # what the other connection let go of may come later than this question
+            if (await pull(first, prompts[0], 5000)).hit == 64:
+                break
+        else:
+            raise AssertionError("what was let go of can't be used again")
     daemon.stop()
     assert await ended == 0
 
