@@ -34,8 +34,8 @@ from forebay.tiers.mooncake.memory import Area, Areas
 from forebay.tiers.mooncake.remote import TRANSFER_FAILED, Place, Remote, is_absent, span_of
 from forebay.tiers.mooncake.removals import Removals
 from forebay.tiers.mooncake.suspects import Suspects
-from forebay.tiers.mooncake.timers import Timers
 from forebay.tiers.mooncake.watch import Watch
+from forebay.tiers.timers import Timers
 
 log = logging.getLogger("forebay.tier.mooncake")
 

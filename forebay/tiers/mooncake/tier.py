@@ -38,9 +38,9 @@ from forebay.tiers.mooncake.reader import Reader
 from forebay.tiers.mooncake.remote import Remote
 from forebay.tiers.mooncake.removals import SWEEP_S, Removals
 from forebay.tiers.mooncake.suspects import Suspects
-from forebay.tiers.mooncake.timers import Timers
 from forebay.tiers.mooncake.work import BatchPool
 from forebay.tiers.mooncake.writer import StoreWork, Writer
+from forebay.tiers.timers import Timers
 
 log = logging.getLogger("forebay.tier.mooncake")
 
@@ -74,7 +74,7 @@ class MooncakeTier(SecondaryTier):
         self._remote = remote(name, found)
         self._holdings = Holdings(found.quota_bytes)
         self._suspects = Suspects(clock)
-        self._timers = Timers(clock)
+        self._timers = Timers("mooncake", clock)
         self._finder = Finder(self._remote, self._holdings, self._suspects, self._outbox.wake, clock)
         self._removals = Removals(self._remote, self._holdings, self._finder, self._outbox, self._ask_pool, sweep_s)
         self._writer = Writer(

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from forebay.tiers.mooncake.timers import Timers
+from forebay.tiers.timers import Timers
 
 HANGS_S = 1.5
 """A call that transfers one batch and takes longer: its thread is replaced, and its host left alone for a while."""

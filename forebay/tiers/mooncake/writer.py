@@ -22,8 +22,8 @@ from forebay.tiers.mooncake.finder import Finder
 from forebay.tiers.mooncake.holdings import Holdings
 from forebay.tiers.mooncake.remote import NO_ROOM, Remote, span_of
 from forebay.tiers.mooncake.removals import Removals
-from forebay.tiers.mooncake.timers import Timers
 from forebay.tiers.mooncake.watch import Watch
+from forebay.tiers.timers import Timers
 
 log = logging.getLogger("forebay.tier.mooncake")
 

@@ -19,7 +19,6 @@ from forebay.tiers.fs.outbox import Outbox
 from forebay.tiers.s3.bucket import GivenUp
 from forebay.tiers.s3.clears import Clears
 from forebay.tiers.s3.complaints import complain
-from forebay.tiers.s3.deadlines import Deadlines
 from forebay.tiers.s3.doomed import Doomed
 from forebay.tiers.s3.failures import Kind, RequestFailed
 from forebay.tiers.s3.holdings import Holdings
@@ -27,6 +26,7 @@ from forebay.tiers.s3.names import Names
 from forebay.tiers.s3.runs import Part, RunSink, runs_of
 from forebay.tiers.s3.sightings import Sightings
 from forebay.tiers.s3.slot import LoadSlot, TooLarge
+from forebay.tiers.timers import Timers
 
 log = logging.getLogger("forebay.tier.s3")
 
@@ -66,7 +66,7 @@ class Reader:
 
     def __init__(
         self, holdings: Holdings, codec: Codec, names: Names, sightings: Sightings, clears: Clears, doomed: Doomed,
-        outbox: Outbox, deadlines: Deadlines, clock: Callable[[], float],
+        outbox: Outbox, deadlines: Timers, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self._holdings = holdings
         self._bucket = holdings.bucket

@@ -1,7 +1,7 @@
 """The object store tier: its parts put together behind the tier interface.
 
     submit_store -> write threads: Writer -> Bucket (object, segment) -> Holdings (manifest, cards, account)
-    submit_load  -> read threads:  Reader -> Bucket -> verify; Deadlines give up what takes too long
+    submit_load  -> read threads:  Reader -> Bucket -> verify; Timers give up what takes too long
     lookup       -> Finder: manifest, sightings; fronts are asked for on lookup threads
     background   -> Keeper: deletes, sweeps of clears, others' segments, trials of a shut circuit
 """
@@ -39,7 +39,6 @@ from forebay.tiers.s3.budget import RetryBudget
 from forebay.tiers.s3.check import check_bucket
 from forebay.tiers.s3.clears import Clears
 from forebay.tiers.s3.client import make_client
-from forebay.tiers.s3.deadlines import Deadlines
 from forebay.tiers.s3.doomed import Doomed
 from forebay.tiers.s3.finder import FRONT_BYTES, PROBES_MAX, Finder
 from forebay.tiers.s3.holdings import Holdings
@@ -53,6 +52,7 @@ from forebay.tiers.s3.requests import Requests
 from forebay.tiers.s3.sightings import Sightings
 from forebay.tiers.s3.sweep import Sweeper
 from forebay.tiers.s3.writer import Packing, Writer
+from forebay.tiers.timers import Timers
 
 log = logging.getLogger("forebay.tier.s3")
 
@@ -110,7 +110,7 @@ class S3Tier(SecondaryTier):
         learner = Learner(holdings, names, seen, clears, options.refresh_s, writer, clock)
         self._learner = learner
         self._sweeper = Sweeper(holdings, codec, names, seen, clears, doomed)
-        self._deadlines = Deadlines(clock)
+        self._deadlines = Timers("s3", clock)
         self._reader = Reader(holdings, codec, names, seen, clears, doomed, self._outbox, self._deadlines, clock)
         packing = Packing(options.pack_below_bytes, options.segment_bytes, options.pack_wait_s)
         self._writer = Writer(

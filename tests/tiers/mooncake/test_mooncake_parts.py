@@ -20,9 +20,9 @@ from forebay.tiers.mooncake.options import mooncake_options
 from forebay.tiers.mooncake.remote import Place, Remote
 from forebay.tiers.mooncake.suspects import HOSTS_MAX, Suspects
 from forebay.tiers.mooncake.tier import MooncakeTier
-from forebay.tiers.mooncake.timers import Timers
 from forebay.tiers.mooncake.watch import Watch
 from forebay.tiers.mooncake.work import SPARES_MAX, BatchPool
+from forebay.tiers.timers import Timers
 from tests.tiers.mooncake.conftest import SharedPool
 
 PATIENCE_S = 20.0
@@ -311,7 +311,7 @@ def test_threads_that_hang_are_replaced_up_to_a_cap_and_too_many_end() -> None:
 
 def test_a_call_that_hangs_is_noticed_once_and_one_that_returns_in_time_never() -> None:
     clock = Clock()
-    timers = Timers(clock)
+    timers = Timers("test", clock)
     watch = Watch(timers, clock)
     told: list[str] = []
     watch.hangs, watch.hangs_no_more = (lambda: told.append("hangs")), (lambda: told.append("no more"))
@@ -328,7 +328,7 @@ def test_a_call_that_hangs_is_noticed_once_and_one_that_returns_in_time_never() 
 
 def test_timers_that_were_cancelled_are_forgotten() -> None:
     clock = Clock()
-    timers = Timers(clock)
+    timers = Timers("test", clock)
     for _ in range(10):
         for number in [timers.add(clock.now + 100, lambda: None) for _ in range(100)]:
             timers.cancel(number)

@@ -26,7 +26,6 @@ from forebay.tiers.s3.budget import RetryBudget
 from forebay.tiers.s3.cards import HEADER_KEPT, Card, Cards, Written
 from forebay.tiers.s3.clears import OPEN_MAX, Clears
 from forebay.tiers.s3.complaints import complain
-from forebay.tiers.s3.deadlines import Deadlines
 from forebay.tiers.s3.doomed import Doomed
 from forebay.tiers.s3.failures import Kind, RequestFailed, failure_of
 from forebay.tiers.s3.locks import ChunkLocks
@@ -37,6 +36,7 @@ from forebay.tiers.s3.requests import Requests
 from forebay.tiers.s3.segment import Piece, build, parse
 from forebay.tiers.s3.sightings import SHORTEST_S, Sighting, Sightings
 from forebay.tiers.s3.slot import LoadSlot, TooLarge
+from forebay.tiers.timers import Timers
 from tests.tiers.support import Made, make_chunk, numbered
 
 KEY = b"k" * 32
@@ -432,7 +432,7 @@ def test_locks_are_taken_all_at_once_or_not_at_all() -> None:
 
 def test_a_call_at_a_time_is_made_once_or_never_after_a_cancel() -> None:
     clock, called = Clock(), threading.Event()
-    deadlines = Deadlines(clock)
+    deadlines = Timers("test", clock)
     never = deadlines.add(101.0, lambda: pytest.fail("it was cancelled"))
     deadlines.cancel(never)
     deadlines.add(100.0, called.set)
