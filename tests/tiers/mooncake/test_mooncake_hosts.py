@@ -112,15 +112,16 @@ def test_a_close_ends_loads_whose_call_hangs(
 
 
 def test_a_host_that_hangs_holds_up_the_stores_that_go_there_and_no_others(master: Master, pool: Pool) -> None:
-    """A host that was never spoken to hangs a call for a minute."""
-    with Member(master) as hanging, joined(master, pool, write_threads=1) as driver:
+    """A host that was never spoken to hangs a call for a minute; the master sends stores there until it has noticed."""
+    metrics = str(master.metrics)
+    with Member(master) as hanging, joined(master, pool, write_threads=1, master_metrics=metrics) as driver:
         hanging.pause()
         held_up = driver.store_job(numbered(1))
         driver.engine.begin([held_up])
         driver.until(lambda: driver.value("threads_hanging") == 1, "the hang to be noticed")
-        with Member(master):
-            driver.until(lambda: driver.store(numbered(2)).ok, "the master to have noticed as well")
-            assert driver.serves(numbered(2))
+        with Member(master, 64 << 20):
+            driver.until(lambda: driver.value("pool_capacity_bytes") == 64 << 20, "the master to have noticed as well")
+            assert driver.store(numbered(2)).ok and driver.serves(numbered(2))
             hanging.resume()
             assert not driver.results_of([held_up])[held_up.id].ok or driver.serves(numbered(1))
 
