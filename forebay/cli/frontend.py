@@ -10,6 +10,7 @@ import argparse
 from typing import Any
 
 from forebay.cli.places import cache_dir
+from forebay.cli.tiers import host_port
 from forebay.config import Setting, add_settings, at_least, duration, path, port, resolve, text
 from forebay.errors import ConfigError
 
@@ -23,6 +24,10 @@ SETTINGS = (
     Setting("max_queue", at_least(1), 256, "generations under way; beyond it 429 with Retry-After"),
     Setting("give_up", duration, 120.0, "how long streams wait for a worker to come back", shown="2m"),
     Setting("listen_fd", at_least(0), None, "descriptor of a bound socket to serve on, instead of host and port"),
+    Setting(
+        "kv_address", host_port, None,
+        "where peers get this host's KV (its p2p tier's listen), for kv_transfer_params", shown="none",
+    ),
     Setting("state_dir", path, None, "keeps the server's secret", shown="cache directory"),
 )
 

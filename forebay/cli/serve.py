@@ -52,6 +52,10 @@ SETTINGS = (
     Setting("label", text, None, "the model's name for clients", shown="last part of its path"),
     Setting("api_keys", path, None, "file with one `KEY TENANT` a line; without it nobody is asked"),
     Setting("max_queue", at_least(1), None, "requests under way at once; more get 429", shown="256"),
+    Setting(
+        "kv_address", tiers.host_port, None,
+        "where peers get this host's KV, for kv_transfer_params", shown="listen of the p2p tier",
+    ),
     Setting("events", text, None, "ZMQ endpoint of the store's KV events, such as tcp://127.0.0.1:5557"),
     Setting("replay", text, None, "ZMQ endpoint of their replay"),
     tiers.TIERS,
@@ -132,12 +136,27 @@ def _config(values: dict[str, Any], model: Path) -> ServeConfig:
         store["fs_quota"] = values["fs_quota"]
     worker = {name: values[name] for name in ("dtype", "device", "device_memory", "chunk_tokens", "threads")}
     frontend = {name: values[name] for name in ("api_keys", "max_queue")}
+    frontend["kv_address"] = _kv_address(values)
     worker["label"] = frontend["label"] = _label(values)
     return ServeConfig(
         model=model, runtime=runtime_dir() / f"serve-{values['port']}", host=values["host"], port=values["port"],
         pool_dir=values["pool_dir"].absolute(), store_arguments=_arguments(store),
         worker_arguments=_arguments(worker), frontend_arguments=_arguments(frontend),
     )  # fmt: skip
+
+
+def _kv_address(values: dict[str, Any]) -> str | None:
+    """Where peers ask: what was said, else where the first p2p tier listens, unless that is every address."""
+    if values["kv_address"] is not None:
+        return str(values["kv_address"])
+    for name, rule in values["tiers"].items():
+        if rule.kind == "p2p" and rule.options.get("listen"):
+            try:
+                listen = tiers.host_port(str(rule.options["listen"]))
+            except ValueError as error:
+                raise ConfigError(f"tier {name!r}: listen {error}") from error
+            return None if listen.unspecified else str(listen)
+    return None
 
 
 def _files(values: dict[str, Any]) -> Path:

@@ -23,6 +23,7 @@ from typing import Any
 
 from forebay.config import Kind, Setting, duration, share, size
 from forebay.tiers.messages import OptionValue
+from forebay.tiers.p2p.transfer_params import read_header
 from forebay.tiers.rules import COPY, TierRule
 
 TIERS_MAX = 8
@@ -104,6 +105,8 @@ def _quoted(value: object) -> str:
     """A TOML key or value: JSON's strings, numbers and booleans are TOML's too."""
     return json.dumps(value, ensure_ascii=False)
 
+
+host_port = Kind("HOST:PORT", read_header)
 
 TIERS = Setting(
     "tiers", Kind("TABLE", _parse, rules_of), {},

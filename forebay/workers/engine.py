@@ -94,6 +94,7 @@ class Engine:
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
         self._generations: dict[Hashable, Generation] = {}
+        self._settling: dict[Hashable, tuple[RequestKey, FinishReason]] = {}
         self._stopping = False
         self.unsealed = False
         self._step_began: float | None = None
@@ -165,6 +166,7 @@ class Engine:
                 self._loaded(message)
             case Pushed():
                 self._parts.memory.pushed(message)
+                self._tell_settled(message.push.request)
             case StoreChanged():
                 self._parts.memory.holdings.ask_store = message.connected
             case Stop():
@@ -256,6 +258,7 @@ class Engine:
         for generation in ended:
             self._parts.scheduler.finish(generation.request)
             self._forget(generation.request)
+            self._tell_settled(generation.key)
         self.unsealed = False
         self._step_began = None
         counters.add("steps")
@@ -299,7 +302,15 @@ class Engine:
     def _end(self, generation: Generation, reason: FinishReason) -> None:
         del self._generations[generation.key]
         self._parts.counters.add(f"requests.finished.{reason}")
-        self._parts.outbox.finished(generation.key, reason)
+        if generation.ask.settled:
+            self._settling[generation.key] = generation.key, reason
+        else:
+            self._parts.outbox.finished(generation.key, reason)
+
+    def _tell_settled(self, key: Hashable) -> None:
+        """Its last push is answered (each is, in bounded time): now the end may be told."""
+        if key in self._settling and not self._parts.memory.unanswered[key]:
+            self._parts.outbox.finished(*self._settling.pop(key))
 
     # --- the end -----------------------------------------------------------------------------------------
 

@@ -41,7 +41,8 @@ class Sampling(msgspec.Struct, frozen=True):
 class Generate(WorkerMessage, frozen=True):
     """Run one choice. `prompt` and `emitted` are u32 LE token ids; emitted ones are fed, never resampled,
     and count towards `max_tokens`. `salt` roots the cache chain; `tenant` goes into chunk headers. With `retain_s`
-    the store keeps the request's chunks so long, within the tenant's budget."""
+    the store keeps the request's chunks so long, within the tenant's budget. With `settled` the end is told only when
+    the store has answered for every chunk of the request: somebody else will ask for them next."""
 
     id: str
     attempt: int
@@ -51,6 +52,7 @@ class Generate(WorkerMessage, frozen=True):
     salt: bytes = b""
     tenant: str = ""
     retain_s: float = 0.0
+    settled: bool = False
 
 
 class Cancel(WorkerMessage, frozen=True):

@@ -6,7 +6,8 @@ transfer thread has copied them, so a window may move on and a request may end m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable
 
 from forebay.kvstore.identity import MATCH_UNIT, pack_tokens
 from forebay.kvstore.layout import payload_bytes, round_down
@@ -21,12 +22,14 @@ from forebay.workers.moves import Push, Pushed
 class DeviceMemory:
     """The scheduler's `Memory`: `Holdings`, with everything worth keeping pushed before it is let go.
 
-    `push` queues one chunk for the store and says whether it was taken; it must not block.
+    `push` queues one chunk for the store and says whether it was taken; it must not block. `unanswered` counts, by
+    request, the pushes of which `pushed` has not heard yet.
     """
 
     def __init__(self, holdings: Holdings, chunk_tokens: int, push: Callable[[Push], bool]) -> None:
         self.holdings = holdings
         self.incomplete = 0
+        self.unanswered: Counter[Hashable] = Counter()
         self._chunk_tokens = chunk_tokens
         self._push = push
 
@@ -66,6 +69,9 @@ class DeviceMemory:
         pool = self.holdings.pools[done.push.chunk.group]
         for block in done.push.blocks:
             pool.unpin(block)
+        self.unanswered[done.push.request] -= 1
+        if not self.unanswered[done.push.request]:
+            del self.unanswered[done.push.request]
         if done.lost:
             # What was lost with the store is offered again, parents first, once it is back.
             self.holdings.mark_lost(done.push.request, done.push.chunk.start)
@@ -83,6 +89,7 @@ class DeviceMemory:
             for block in blocks:
                 pool.pin(block)
             push = Push(request.key, holding.tenant, chunk, blocks, size, holding.retain_s)
+            self.unanswered[request.key] += 1
             if not self._push(push):
                 self.pushed(Pushed(push))
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import httpx
 import uvicorn
 
+from forebay.tiers.p2p.options import Address
 from forebay.workers.api.app import make_app
 from forebay.workers.api.frontend import bind
 from forebay.workers.api.keys import Keys, open_to_all
@@ -35,6 +36,7 @@ class Front:
     max_calls: int = 64
     give_up_s: float = 30.0
     worker: ScriptedWorker | None = None
+    kv_address: Address | None = None
     link: WorkerLink = field(init=False)
     port: int = 0
 
@@ -55,7 +57,7 @@ class Front:
 
     async def _begin(self) -> None:
         self.link = WorkerLink(self.folder / "worker.sock", self.max_calls, self.give_up_s)
-        service = ApiService(self.link, ByteCodec(), LineChat() if self.chat else None, Metrics(), "")
+        service = ApiService(self.link, ByteCodec(), LineChat() if self.chat else None, Metrics(), "", self.kv_address)
         app = make_app(service, self.keys or open_to_all(self.folder / "state"))
         bound = bind("127.0.0.1", 0)
         bound.listen()

@@ -127,12 +127,13 @@ class Harness:
         key = RequestKey(connection, more.pop("id", f"r{self._count}"), more.pop("attempt", 1))
         emitted = pack_tokens(more.pop("emitted", []))
         salt, tenant = more.pop("salt", b""), more.pop("tenant", "")
+        settled = more.pop("settled", False)
         more.setdefault("temperature", 0)
         more.setdefault("ignore_eos", True)
         sampling = Sampling(max_tokens=max_tokens, **more)
         ask = Generate(
             id=key.id, attempt=key.attempt, prompt=pack_tokens(prompt), sampling=sampling, emitted=emitted,
-            salt=salt, tenant=tenant,
+            salt=salt, tenant=tenant, settled=settled,
         )  # fmt: skip
         self.answers.setdefault(key, Answer())
         self.parts.inbox.put(Submit(key, ask))

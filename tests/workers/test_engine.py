@@ -203,6 +203,39 @@ def test_a_hung_store_delays_a_request_by_its_deadline_and_no_more() -> None:
         w.wait(running)
 
 
+def test_a_settled_request_ends_when_the_store_has_all_of_it() -> None:
+    store = FakeStore()
+    with worker(store, lookup_deadline_ms=50) as w:
+        store.hung = True
+        key, other = w.submit(text(120, seed=1), 2, settled=True), w.submit(text(50, seed=2), 2)
+        w.wait(other)  # who hasn't asked for it doesn't wait
+        wait_until("all its tokens", lambda: len(w.answers[key].tokens) == 2)
+        assert w.answers[key].finished is None
+        store.hung = False
+        w.wait(key)
+        assert len([chunk for chunk in store.order if chunk.start == 96]) == 2, "its tail, of both groups"
+
+
+def test_a_settled_request_ends_without_a_store_or_with_one_that_dies() -> None:
+    with worker() as w:
+        w.ask(text(100), settled=True)
+    store = FakeStore()
+    with worker(store, lookup_deadline_ms=50) as w:
+        store.hung = True
+        key = w.submit(text(100, seed=1), 2, settled=True)
+        wait_until("all its tokens", lambda: len(w.answers[key].tokens) == 2)
+        store.lose_connections()
+        store.hung = False
+        w.wait(key)
+        store.up = True
+        wait_until("back", lambda: w.parts.store_state() == "connected")
+
+
+def test_a_settled_request_ends_where_its_pushes_are_dropped() -> None:
+    with worker(FakeStore(), push_queue_bytes=10) as w:
+        w.ask(text(100), settled=True)
+
+
 def test_a_full_store_is_no_obstacle() -> None:
     store = FakeStore(refuse="full")
     with worker(store) as w:

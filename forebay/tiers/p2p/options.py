@@ -60,6 +60,17 @@ class Address:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"tcp://{host}:{self.port}"
 
+    def __str__(self) -> str:
+        return self.endpoint.removeprefix("tcp://")
+
+    @property
+    def unspecified(self) -> bool:
+        """Does it mean every address of this host?"""
+        try:
+            return ipaddress.ip_address(self.host).is_unspecified
+        except ValueError:
+            return self.host == "*"
+
     @property
     def loopback(self) -> bool:
         """Does it never leave this host?"""

@@ -21,7 +21,8 @@ Merged = tuple[int, Delta]
 
 @dataclass
 class Answer:
-    """The answer to one request. Use `whole` or `stream`, once. `started` is when the request arrived."""
+    """The answer to one request. Use `whole` or `stream`, once. `started` is when the request arrived, `transfer` what
+    a whole answer says of where its KV is to be had."""
 
     choices: list[Choice]
     shape: Shape
@@ -29,6 +30,7 @@ class Answer:
     metrics: Metrics
     include_usage: bool
     started: float = field(default_factory=time.perf_counter)
+    transfer: dict[str, object] | None = None
     _seen: bool = False
 
     def usage(self) -> Usage:
@@ -42,7 +44,8 @@ class Answer:
         async with aclosing(self._deltas()) as deltas:
             async for index, delta in deltas:
                 gathered[index].add(delta)
-        return self.shape.whole(gathered, self.usage())
+        body = self.shape.whole(gathered, self.usage())
+        return body if self.transfer is None else body | {"kv_transfer_params": self.transfer}
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events. Raises ApiError only before the first one; a later failure is an event itself."""

@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from forebay.tiers.p2p.transfer_params import TransferParams, read_params
 from forebay.workers.api.errors import ApiError, bad
 from forebay.workers.protocol import Sampling
 
@@ -82,6 +83,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cache_salt: str | None = None
     cache_control: CacheControl | None = None
     retain_s: float | None = None
+    kv_transfer_params: Any = None
     return_token_ids: bool = False
     # Never change the answer.
     user: Any = None
@@ -221,6 +223,14 @@ def retention_of(body: Common) -> float:
             raise bad(f"cache_control takes type ephemeral and a ttl of {' or '.join(CACHE_TTLS)}", "cache_control")
         seconds = max(seconds, CACHE_TTLS[control.ttl])
     return seconds
+
+
+def transfer_of(body: Common) -> TransferParams:
+    """What an orchestrator says of the prompt's KV. Raises ApiError 400."""
+    try:
+        return read_params(body.kv_transfer_params)
+    except ValueError as error:
+        raise bad(str(error), "kv_transfer_params") from error
 
 
 def choices_of(body: Common) -> int:

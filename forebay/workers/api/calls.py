@@ -25,7 +25,7 @@ class Call:
     """A generation under way. `emitted` is its whole state: a successor of its worker is fed these ids.
 
     `events` is bounded by `max_tokens`: every entry but the last is one token. A `held` call isn't sent yet.
-    `begun` is set with the first token, or the end.
+    `begun` is set with the first token, or the end. A `settled` one ends when the store has what it computed.
     """
 
     id: str
@@ -35,6 +35,7 @@ class Call:
     tenant: str
     held: bool = False
     retain_s: float = 0.0
+    settled: bool = False
     attempt: int = 0
     emitted: array[int] = field(default_factory=lambda: array("I"))
     events: asyncio.Queue[TokenOut | Ended] = field(default_factory=asyncio.Queue)
@@ -49,7 +50,7 @@ class Call:
         return Generate(
             id=self.id, attempt=self.attempt, prompt=self.prompt, sampling=self.sampling,
             emitted=pack_tokens(self.emitted), salt=self.salt, tenant=self.tenant,
-            retain_s=self.retain_s,
+            retain_s=self.retain_s, settled=self.settled,
         )  # fmt: skip
 
     def began(self, attempt: int, cached: dict[str, int]) -> None:

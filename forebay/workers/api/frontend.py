@@ -18,6 +18,7 @@ from forebay.ipc.sockets import socket_path
 from forebay.models.chat import ChatTemplate
 from forebay.models.errors import NoChatTemplate
 from forebay.models.tokenizer import Tokenizer
+from forebay.tiers.p2p.options import Address
 from forebay.workers.api.app import make_app
 from forebay.workers.api.keys import load_keys, open_to_all
 from forebay.workers.api.link import WorkerLink
@@ -48,6 +49,7 @@ class FrontendConfig:
     max_queue: int = 256
     give_up_s: float = 120.0
     listen_fd: int | None = None
+    kv_address: Address | None = None
 
 
 def is_loopback(host: str) -> bool:
@@ -89,7 +91,7 @@ def run_frontend(config: FrontendConfig) -> int:
     with bound:
         codec, chat = load_text(config.model)
         link = WorkerLink(socket_path(config.worker), config.max_queue, config.give_up_s)
-        service = ApiService(link, codec, chat, Metrics(), config.label)
+        service = ApiService(link, codec, chat, Metrics(), config.label, config.kv_address)
         bound.listen(BACKLOG)
         log.info("serving on http://%s:%d", config.host, config.port)
         serve_app(make_app(service, keys), link, bound)

@@ -207,18 +207,19 @@ class WorkerLink:
     # --- calls -----------------------------------------------------------------------------------------
 
     def start(
-        self, prompt: bytes, sampling: Sampling, salt: bytes, tenant: str, *, held: bool = False, retain_s: float = 0.0
-    ) -> Call:
+        self, prompt: bytes, sampling: Sampling, salt: bytes, tenant: str, *,
+        held: bool = False, retain_s: float = 0.0, settled: bool = False,
+    ) -> Call:  # fmt: skip
         """Begin a generation. Raises ApiError 503 if there never was a worker, 429 at the cap.
 
-        A `held` one has its place, but is sent only by `release`.
+        A `held` one has its place, but is sent only by `release`. For `settled` see `Generate`.
         """
         if self.description is None:
             raise unavailable("no worker is ready yet; try again in a moment")
         if len(self.calls) >= self.max_calls:
             self.counters.refused += 1
             raise busy(f"{len(self.calls)} generations are under way already; try again later", RETRY_AFTER_S)
-        call = Call(secrets.token_hex(12), prompt, sampling, salt, tenant, held, retain_s)
+        call = Call(secrets.token_hex(12), prompt, sampling, salt, tenant, held, retain_s, settled)
         self.calls[call.id] = call
         self._offer(call)
         return call

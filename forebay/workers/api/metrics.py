@@ -32,6 +32,9 @@ class Metrics:
         self.cached_tokens = Counter(
             "forebay_cached_tokens", "prompt tokens that weren't computed", ["source"], registry=registry
         )
+        self.transfers = Counter(
+            "forebay_transfer_requests", "requests that named another party for their KV", ["party"], registry=registry
+        )
 
     async def render(self, link: WorkerLink) -> bytes:
         """The text of `/metrics`; waits a moment for the worker's figures."""

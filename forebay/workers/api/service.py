@@ -13,6 +13,8 @@ import msgspec
 from forebay.errors import ForebayError
 from forebay.kvstore.identity import pack_tokens
 from forebay.models.errors import NoChatTemplate
+from forebay.tiers.p2p.options import Address
+from forebay.tiers.p2p.transfer_params import TransferParams, prefilled
 from forebay.workers.api.answers import Answer
 from forebay.workers.api.bodies import (
     ChatBody,
@@ -29,6 +31,7 @@ from forebay.workers.api.bodies import (
     sampling_of,
     stops_of,
     texts_of,
+    transfer_of,
 )
 from forebay.workers.api.deltas import Choice
 from forebay.workers.api.errors import ApiError, bad, unavailable
@@ -49,13 +52,15 @@ CHARACTERS_A_TOKEN_MAX = 16
 
 @dataclass
 class ApiService:
-    """One model behind one worker. `chat` is None for a base model; `label` "" takes the worker's name for it."""
+    """One model behind one worker. `chat` is None for a base model; `label` "" takes the worker's name for it;
+    `kv_address` is where other hosts get what this one's store has, None for nowhere."""
 
     link: WorkerLink
     codec: Codec
     chat: Chat | None
     metrics: Metrics
     label: str
+    kv_address: Address | None = None
 
     @property
     def model(self) -> str:
@@ -147,7 +152,9 @@ class ApiService:
         started: float,
     ) -> Answer:  # fmt: skip
         n, stops, salt = choices_of(body), stops_of(body), tenant.salt(body.cache_salt)
-        retain_s = retention_of(body)
+        retain_s, asked = retention_of(body), transfer_of(body)
+        transfer = None if self.kv_address is None else prefilled(asked, self.kv_address)
+        self._count(asked)
         for prompt in prompts:
             self._check_prompt(prompt, sampling)
         choices: list[Choice] = []
@@ -155,7 +162,9 @@ class ApiService:
         try:
             for prompt in prompts:
                 packed = pack_tokens(prompt)
-                leader = self.link.start(packed, sampling, salt, tenant.id, retain_s=retain_s)
+                leader = self.link.start(
+                    packed, sampling, salt, tenant.id, retain_s=retain_s, settled=transfer is not None
+                )
                 choices.append(Choice(len(choices), leader, self.link, self.codec, stops, eos, leader))
                 for number in range(1, n):
                     other = msgspec.structs.replace(sampling, choice=number)
@@ -165,7 +174,12 @@ class ApiService:
             for choice in choices:
                 self.link.stop(choice.call)
             raise
-        return Answer(choices, shape, sum(map(len, prompts)), self.metrics, body.include_usage, started)
+        return Answer(choices, shape, sum(map(len, prompts)), self.metrics, body.include_usage, started, transfer)
+
+    def _count(self, asked: TransferParams) -> None:
+        for party in ("decoder", "prefiller", "source"):
+            if getattr(asked, party) is not None:
+                self.metrics.transfers.labels(party).inc()
 
     def _check_prompt(self, prompt: list[int], sampling: Sampling) -> None:
         context, vocab = self.worker.max_context, self.worker.vocab_size
