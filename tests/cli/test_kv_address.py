@@ -31,5 +31,5 @@ def test_it_is_what_was_said_or_where_the_peer_tier_listens(
 
 
 def test_a_listen_that_is_no_address_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="tier 'peers': listen .*HOST:PORT"):
+    with pytest.raises(ConfigError, match=r"tier 'peers': listen .*HOST:PORT"):
         _kv_address({"kv_address": None, "tiers": rules_of({"peers": P2P | {"listen": "here"}})})

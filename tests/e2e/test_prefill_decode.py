@@ -6,7 +6,6 @@ Neither is told where anything is but by what orchestrators send, and by the sto
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
