@@ -85,6 +85,8 @@ class FrameBuffer(Generic[M]):
     def __init__(self, codec: Codec[M]) -> None:
         self._codec = codec
         self._data = bytearray()
+        self.last_bytes = 0
+        """Length of the body of the message that was yielded last."""
 
     @property
     def pending(self) -> int:
@@ -102,6 +104,6 @@ class FrameBuffer(Generic[M]):
             if len(self._data) < end:
                 break
             body = bytes(memoryview(self._data)[begin:end])  # one copy, and the view is gone again
-            at = end
+            at, self.last_bytes = end, end - begin
             yield self._codec.open(head, body)
         del self._data[:at]

@@ -11,14 +11,19 @@ class Limits:
 
     connections: int = 1024
     namespaces: int = 256
+    namespaces_per_client: int = 64
     tenants: int = 1024
     requests_per_connection: int = 256
     leases_per_client: int = 4096
     pins_per_lease: int = 1 << 18
     reservations_per_client: int = 4096
     reply_bytes_per_connection: int = 64 << 20
+    intake_bytes: int = 256 << 20
     removed_remembered: int = 1 << 16
     clears: int = 16
+    # How long a client may take to say who it is, and to send the rest of a message.
+    hello_s: float = 10.0
+    frame_s: float = 30.0
     # Promises end by themselves, in seconds: leases that ask for no time of their own, the longest that may be
     # asked for, reservations, and pins.
     lease_s: float = 120.0

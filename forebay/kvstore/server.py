@@ -15,6 +15,7 @@ from forebay.errors import ForebayError, ProtocolError, RequestRefused
 from forebay.ipc.framing import FrameBuffer
 from forebay.ipc.sockets import peer_of, send_with_descriptors, widen
 from forebay.kvstore.core import Client
+from forebay.kvstore.intake import Intake
 from forebay.kvstore.limits import Limits
 from forebay.kvstore.protocol import (
     CLIENT_ID_BYTES,
@@ -64,6 +65,8 @@ _grumble = _Grumble()
 class Service(Protocol):
     """What a connection needs of the store."""
 
+    intake: Intake
+
     def welcome(self, hello: Hello) -> tuple[object, list[int], Client]:
         """The answer to Hello, descriptors that go with it (closed once sent), and the client's state."""
 
@@ -87,6 +90,8 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._long: dict[asyncio.Task[None], Coroutine[Any, Any, object]] = {}
+        self._unfinished = 0
+        self._overdue: asyncio.TimerHandle | None = None
         self.client: Client | None = None
         self.closed = False
 
@@ -105,6 +110,8 @@ class Connection(asyncio.Protocol):
         elif self._service.crowded():
             _grumble("hung up on uid %d, pid %d: there are too many connections", peer.uid, peer.pid)
             transport.abort()
+        else:
+            self._expect(self._limits.hello_s)
 
     def data_received(self, data: bytes) -> None:
         """asyncio: bytes have come."""
@@ -115,19 +122,44 @@ class Connection(asyncio.Protocol):
                 self._take(request)
             if self.client is None and self._buffer.pending > HELLO_BYTES_MAX:
                 raise ProtocolError(f"a Hello has at most {HELLO_BYTES_MAX} bytes")
+            self._wait_for_the_rest()
         except ProtocolError as error:
             _grumble("dropped a client that broke the protocol: %s", error)
             self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """asyncio: the connection has ended, from either side."""
-        if not self.closed:
-            self.closed = True
+        self.closed = True
+        self._service.intake.change(self._unfinished, 0)
+        self._unfinished = 0
+        self._expect(None)
         for waiting, answer in list(self._long.items()):  # what it has pinned meanwhile is free at once
             waiting.cancel()
             if inspect.getcoroutinestate(answer) == inspect.CORO_CREATED:
                 answer.close()
         self._service.gone(self)
+
+    def _wait_for_the_rest(self) -> None:
+        """Account for a frame that isn't whole, and give its rest some time to come."""
+        pending = self._buffer.pending
+        if pending == self._unfinished:
+            return
+        self._service.intake.change(self._unfinished, pending)
+        self._unfinished = pending
+        if not pending:
+            self._expect(None if self.client is not None else self._limits.hello_s)
+        elif self._overdue is None:
+            self._expect(self._limits.frame_s)
+
+    def _expect(self, within_s: float | None) -> None:
+        """Hang up unless something is whole by then; None expects nothing any more."""
+        if self._overdue is not None:
+            self._overdue.cancel()
+        self._overdue = None if within_s is None else asyncio.get_running_loop().call_later(within_s, self._late)
+
+    def _late(self) -> None:
+        _grumble("dropped a client that began to say something and didn't go on")
+        self.abort()
 
     def pause_writing(self) -> None:
         """asyncio: the client doesn't read. Its replies are bounded, so it has to go."""
@@ -168,6 +200,7 @@ class Connection(asyncio.Protocol):
             self.send(Refused(rid=hello.rid, code="busy", message=str(error)))
             self._hang_up()
             return
+        self._expect(None)
         self.send(message, descriptors)
 
     def _hang_up(self) -> None:
@@ -180,9 +213,16 @@ class Connection(asyncio.Protocol):
         if len(self._tasks) >= self._limits.requests_per_connection:
             answer.close()
             raise ProtocolError(f"more than {self._limits.requests_per_connection} requests at a time")
+        size = self._buffer.last_bytes
+        try:
+            self._service.intake.change(0, size)
+        except ProtocolError:
+            answer.close()
+            raise
         task = asyncio.ensure_future(self._finish(request, answer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: self._service.intake.change(size, 0))
         if isinstance(request, FOR_ITS_CLIENT_ALONE):
             self._long[task] = answer
             task.add_done_callback(self._long.pop)

@@ -27,6 +27,7 @@ from forebay.kvstore.identity import (
     decode_namespace,
     encode_namespace,
 )
+from forebay.kvstore.intake import Intake
 from forebay.kvstore.layout import check_shard
 from forebay.kvstore.lookup import Pinned, Prompt, match
 from forebay.kvstore.promises import Promises, check_batch
@@ -113,6 +114,7 @@ class StoreService:
         self.writers = Writers(self.core, self.locks, self._end_connection)
         self.core.chores.wake = self._work_soon
         self.demand = Demand(self.core)
+        self.intake = Intake(self.core.limits.intake_bytes)
         self.core.on_forgotten = self._namespace_forgotten
         self._working = self._stopped = False
 
@@ -217,6 +219,9 @@ class StoreService:
     def _register(self, client: Client, request: Register) -> Registered:
         try:
             namespace = decode_namespace(request.namespace)
+            most = self.core.limits.namespaces_per_client
+            if namespace.id not in client.namespaces and len(client.namespaces) >= most:
+                raise RequestRefused("limits", f"one client uses at most {most} namespaces; connect once more")
             why = check_shard(namespace, request.shard) if request.shard else None
             if why:
                 raise RequestRefused("namespace", why)
@@ -388,6 +393,7 @@ class StoreService:
         """All counters and gauges by dotted name, and a description of each tier."""
         values = report.gauges(self.core, self.cascade) | self.announcer.figures()
         values["store.connections"] = len(self.connections)
+        values["store.intake_bytes"], values["store.intake_refused"] = self.intake.bytes, self.intake.refused
         values["host.retired_ever"] = self.pool.retired()
         values["store.tenants"] = len(self.core.place.accounts)
         values["curves.tenants"] = len(self.demand.curves)
