@@ -3,6 +3,7 @@
     PREFIX/chunks/KEY-GROUP                            one chunk; the name is all that a load has
     PREFIX/segments/TIME-WRITER-NAMESPACE-TENANT       several chunks of one namespace and tenant, behind an index
     PREFIX/probe/RANDOM                                written and removed when a tier starts
+    PREFIX/quarantine/FOLDER-NAME                      what a check found damaged and put aside
 
 KEY and GROUP are hexadecimal. Keys are hashes, so chunks spread over a store's partitions as they are. A segment's
 TIME (nanoseconds, hexadecimal) makes a listing's order that of their making; NAMESPACE and TENANT are digests, so that
@@ -60,6 +61,10 @@ class Names:
     @property
     def segments(self) -> str:
         return f"{self.prefix}/segments/"
+
+    @property
+    def quarantine(self) -> str:
+        return f"{self.prefix}/quarantine/"
 
     def chunk(self, chunk: ChunkId) -> str:
         """Where this chunk is if it has an object of its own."""
