@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -91,6 +91,11 @@ class AsyncStoreClient(PromiseCalls):
     def boot(self) -> bytes:
         """Boot id of the store that was last connected to."""
         return self._session.boot
+
+    @property
+    def extents(self) -> Collection[int]:
+        """Ids of the extents that are mapped."""
+        return self._session.pool.views.keys()
 
     async def connect(self) -> None:
         """Connect, be welcomed, and map the pool. Raises StoreUnavailable or ProtocolError."""

@@ -38,6 +38,7 @@ def test_a_peer_that_is_away_or_full_costs_copies_and_nothing_else(make_store: M
     with b.full_of_reservations():
         a.fill([5] * CHUNK)
         a.until(lambda v: v.get("tier.p2p.store_full", 0) > 0)
+    b.until(lambda v: v["host.reserved_bytes"] == v["host.quarantined_slots"] == 0)
     a.fill([6] * CHUNK)
     b.until(lambda v: v["host.entries"] > 0)
     assert b.lookup([6] * CHUNK, deadline_ms=0).hit == CHUNK

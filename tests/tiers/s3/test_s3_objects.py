@@ -259,7 +259,8 @@ def test_a_smaller_quota_holds_after_the_restart(make_rig: MakeRig, seaweed: Ser
     rig.close()
     again = rig.again(quota_bytes=2 << 20)
     again.until(lambda: again.bytes_in_bucket() <= 2 << 20, "the rest to leave")
-    assert again.value("bytes") == again.bytes_in_bucket() and again.value("chunks") == 3
+    again.until(lambda: again.value("bytes") == again.bytes_in_bucket(), "the books to say so")
+    assert again.value("chunks") == 3
 
 
 def test_what_a_crash_left_half_done_is_removed_by_the_next_process(
