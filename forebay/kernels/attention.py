@@ -39,24 +39,26 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of every row of the batch over its sequence's KV in `pool`, own rows included.
 
     `q` [T, heads, head_dim]; `heads` is a multiple of the pool's kv_heads. Returns [T, heads, head_dim] in the
-    dtype of `q`. `window` counts visible positions, the query's own included. The batch's own K and V must have
+    dtype of `q`. `window` counts visible positions, the query's own included. `sinks` [heads] are scores of a
+    position without a value, which every query of that head sees beside its own. The batch's own K and V must have
     been written before. Mutates nothing (index tensors are kept in the batch).
     """
     plan = batch.once(("attention", group, window), lambda: _plan(batch, group, window, pool))
     if scale != 1.0:
         q = q * scale
     if plan.whole is not None:
-        return _attend_decodes(q, pool, layer_in_group, plan.whole, softcap)
+        return _attend_decodes(q, pool, layer_in_group, plan.whole, softcap, sinks)
     out = torch.empty_like(q)
     for prefill in plan.prefills:
-        _attend_prefill(q, pool, layer_in_group, batch, prefill, window, softcap, out)
+        _attend_prefill(q, pool, layer_in_group, batch, prefill, window, softcap, sinks, out)
     for decodes in plan.decodes:
         rows = q.index_select(0, decodes.rows)
-        mixed = _attend_decodes(rows, pool, layer_in_group, decodes, softcap)
+        mixed = _attend_decodes(rows, pool, layer_in_group, decodes, softcap, sinks)
         out.index_copy_(0, decodes.rows, mixed)
     return out
 
@@ -208,6 +210,17 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
+def _weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax of `scores` [N, shared or t * shared, n] along the last axis; with `sinks` [kv_heads, shared], N a
+    multiple of kv_heads, of which these take their part."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    count, rows, _ = scores.shape
+    kv_heads, shared = sinks.shape
+    column = sinks.to(scores.dtype).repeat(count // kv_heads, rows // shared)[..., None]
+    return torch.softmax(torch.cat((scores, column), dim=-1), dim=-1)[..., :-1]
+
+
 # --- prefill -------------------------------------------------------------------------------------------------
 
 
@@ -219,11 +232,13 @@ def _attend_prefill(
     prefill: _Prefill,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
     out: Tensor,
 ) -> None:
     span, kv_heads = prefill.span, pool.shape[3]
     heads, dim = q.shape[1:]
     shared = heads // kv_heads
+    sinks = None if sinks is None else sinks.view(kv_heads, shared)
     k, v = _gather(pool, layer_in_group, prefill.runs, 1)
     for begin in range(0, span.query_len, TILE_QUERIES):
         size = min(TILE_QUERIES, span.query_len - begin)
@@ -237,7 +252,7 @@ def _attend_prefill(
         if softcap is not None:
             scores.div_(softcap).tanh_().mul_(softcap)
         _hide(scores.view(kv_heads, size, shared, -1), batch, window)
-        mixed = _product(torch.softmax(scores, dim=-1), v[:, seen])
+        mixed = _product(_weights(scores, sinks), v[:, seen])
         out[rows] = mixed.view(kv_heads, size, shared, dim).transpose(0, 1).reshape(size, heads, dim)
 
 
@@ -268,7 +283,9 @@ def _triangle(size: int, like: Tensor, *, below: bool) -> Tensor:
 # --- decode --------------------------------------------------------------------------------------------------
 
 
-def _attend_decodes(q: Tensor, pool: Tensor, layer_in_group: int, decodes: _Decodes, softcap: float | None) -> Tensor:
+def _attend_decodes(
+    q: Tensor, pool: Tensor, layer_in_group: int, decodes: _Decodes, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
     """`q` [count, heads, head_dim], the decodes' own rows. Returns the same shape."""
     count, heads, dim = q.shape
     kv_heads = pool.shape[3]
@@ -279,7 +296,8 @@ def _attend_decodes(q: Tensor, pool: Tensor, layer_in_group: int, decodes: _Deco
         scores.div_(softcap).tanh_().mul_(softcap)
     if decodes.mask is not None:
         scores.view(count, heads, -1).add_(decodes.mask)
-    return _product(torch.softmax(scores, dim=-1), v[:, decodes.seen]).view(count, heads, dim)
+    sinks = None if sinks is None else sinks.view(kv_heads, -1)
+    return _product(_weights(scores, sinks), v[:, decodes.seen]).view(count, heads, dim)
 
 
 # --- the oracle ----------------------------------------------------------------------------------------------
@@ -295,6 +313,7 @@ def attention_reference(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """What `paged_attention` must give, one query and head at a time, in fp64. Slow: for tests."""
     tables = batch.groups[group].block_tables.tolist()
@@ -311,5 +330,8 @@ def attention_reference(
                 scores = k @ q[row, head].double() * scale
                 if softcap is not None:
                     scores = torch.tanh(scores / softcap) * softcap
-                out[row, head] = (torch.softmax(scores, dim=0) @ v).to(q.dtype)
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[head : head + 1].double()))
+                weights = torch.softmax(scores, dim=0)[: len(v)]
+                out[row, head] = (weights @ v).to(q.dtype)
     return out
