@@ -1,0 +1,212 @@
+"""Payloads are the same bytes whatever strides, block sizes, groups and ranks an engine has."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.connectors.copying import GroupCopier, LayerStack, checksums
+from forebay.connectors.grouping import Part
+from forebay.connectors.orders import Tables
+from forebay.errors import ConfigError
+from forebay.kvstore.geometry import MATCH_UNIT, GroupGeometry
+from forebay.kvstore.layout import payload_bytes
+from forebay.kvstore.layout.ownership import HeadPart, split_heads
+
+BLOCKS, CHUNK = 40, 64
+ORDERS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC", "LHBNC", "BHLNC")
+"""How an engine may nest layers, blocks, heads, tokens and values."""
+
+FULL = GroupGeometry("full", "full", (0, 1, 2), 4, 6, "float32")
+GEOMETRIES = {
+    "full": FULL,
+    "two widths": GroupGeometry("full", "full", (0, 1, 2), 4, 6, "float32", value_dim=4),
+    "latent": GroupGeometry("latent", "latent", (0, 1, 2), 1, 10, "bfloat16"),
+}
+
+
+@dataclass
+class Engine:
+    """Caches of one group, over several of the engine's groups, and which block holds which token of a request."""
+
+    geometry: GroupGeometry
+    heads: HeadPart
+    copier: GroupCopier
+    caches: dict[str, torch.Tensor]
+    tables: Tables
+
+
+def caches_of(geometry: GroupGeometry, heads: int, block_tokens: int, ratio: int, order: str) -> list[torch.Tensor]:
+    """One view [blocks, heads, tokens, values] a layer, in one storage nested as `order` says; all zeros."""
+    sizes = dict(L=len(geometry.layers), B=BLOCKS * ratio, H=heads, N=block_tokens // ratio, C=sum(geometry.row_dims))
+    dtype = getattr(torch, geometry.dtype)
+    storage = torch.zeros([sizes[axis] for axis in order], dtype=dtype)
+    logical = storage.permute([order.index(axis) for axis in "LBHNC"])
+    return [logical[layer] for layer in range(sizes["L"])]
+
+
+def engine(
+    geometry: GroupGeometry, *, block_tokens: int, order: str = "LBHNC", ratio: int = 1, groups: int = 1,
+    rank: int = 0, ranks: int = 1, seed: int = 0, tokens: int = 2 * CHUNK,
+) -> Engine:  # fmt: skip
+    heads = HeadPart(0, 1, rank) if geometry.kind == "latent" else split_heads(geometry.kv_heads, rank, ranks)
+    views = caches_of(geometry, heads.count, block_tokens, ratio, order)
+    caches = {f"l{layer}": view for layer, view in enumerate(views)}
+    parts = [
+        Part(0, group, block_tokens, tuple(f"l{p}" for p in places), tuple(places))
+        for group in range(groups)
+        if (places := range(len(views))[group::groups])
+    ]
+    stacks = [LayerStack(part, caches, BLOCKS, geometry) for part in parts]
+    rng = random.Random(seed)
+    count = -(-tokens // block_tokens)
+    tables = tuple(tuple(rng.sample(range(1, BLOCKS), count)) for _ in range(groups))
+    return Engine(geometry, heads, GroupCopier(geometry, heads, stacks), caches, tables)
+
+
+def value(geometry: GroupGeometry, layer: int, row: int, head: int, token: int, channel: int) -> float:
+    """Every place has a value of its own, that its dtype can hold."""
+    place = (((layer * 2 + row) * geometry.kv_heads + head) * 2 * CHUNK + token) * 8 + channel
+    return float(place % 251) if geometry.dtype == "bfloat16" else float(place)
+
+
+def fill(one: Engine, tokens: Sequence[int]) -> None:
+    """As the engine's forward would: token by token, into the block of its table."""
+    for layer, cache in enumerate(one.caches.values()):
+        group = layer % len(one.tables)
+        per_block = cache.shape[2]
+        ratio = cache.shape[0] // BLOCKS
+        for token in tokens:
+            block, slot = divmod(token, per_block * ratio)
+            at = one.tables[group][block] * ratio + slot // per_block
+            for head in range(one.heads.count):
+                values = [
+                    value(one.geometry, layer, row, one.heads.first + head, token, channel)
+                    for row, dim in enumerate(one.geometry.row_dims)
+                    for channel in range(dim)
+                ]
+                cache[at, head, slot % per_block] = torch.tensor(values, dtype=cache.dtype)
+
+
+def canonical(geometry: GroupGeometry, start: int, end: int) -> bytes:
+    """The payload by its definition: granule, layer, K/V, head, token, channel."""
+    values = [
+        value(geometry, layer, row, head, token, channel)
+        for granule in range(start, end, MATCH_UNIT)
+        for layer in range(len(geometry.layers))
+        for row, dim in enumerate(geometry.row_dims)
+        for head in range(geometry.kv_heads)
+        for token in range(granule, granule + MATCH_UNIT)
+        for channel in range(dim)
+    ]
+    return torch.tensor(values, dtype=getattr(torch, geometry.dtype)).view(torch.uint8).numpy().tobytes()
+
+
+def stored(one: Engine, start: int, end: int, into: bytearray | None = None) -> bytearray:
+    room = bytearray(payload_bytes(one.geometry, end - start)) if into is None else into
+    size = next(iter(one.caches.values())).shape[2] * (next(iter(one.caches.values())).shape[0] // BLOCKS)
+    cuts = tuple(table[start // size : -(-end // size)] for table in one.tables)
+    one.copier.store(memoryview(room), start, end, cuts)()
+    return room
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", sorted(GEOMETRIES))
+def test_a_payload_is_canonical_whatever_the_strides(name: str, order: str) -> None:
+    one = engine(GEOMETRIES[name], block_tokens=32, order=order)
+    fill(one, range(2 * CHUNK))
+    assert stored(one, CHUNK, 2 * CHUNK) == canonical(one.geometry, CHUNK, 2 * CHUNK)
+
+
+@settings(max_examples=40)
+@given(
+    block_tokens=st.sampled_from([1, 8, 16, 24, 32, 48, 64, 128]),
+    ratio=st.sampled_from([1, 2]),
+    groups=st.integers(1, 3),
+    order=st.sampled_from(ORDERS),
+    first=st.integers(0, 2 * CHUNK - 1),
+    seed=st.integers(0, 9),
+)
+def test_what_one_engine_stores_another_one_has_after_a_load_and_no_other_byte_changes(
+    block_tokens: int, ratio: int, groups: int, order: str, first: int, seed: int
+) -> None:
+    if block_tokens % ratio:
+        ratio = 1
+    writer = engine(FULL, block_tokens=32, seed=seed)
+    # Few enough blocks for a request of single tokens.
+    tokens = min(2 * CHUNK, (BLOCKS - 1) * block_tokens) // MATCH_UNIT * MATCH_UNIT
+    first = min(first, tokens - 1)
+    reader = engine(
+        FULL, block_tokens=block_tokens, ratio=ratio, groups=groups, order=order, seed=seed + 1, tokens=tokens
+    )
+    wanted = engine(
+        FULL, block_tokens=block_tokens, ratio=ratio, groups=groups, order=order, seed=seed + 1, tokens=tokens
+    )
+    fill(writer, range(2 * CHUNK))
+    fill(wanted, range(first, tokens))
+    for start in range(0, tokens, CHUNK):
+        last = min(start + CHUNK, tokens)
+        if first < last:
+            payload = stored(writer, start, start + CHUNK)
+            reader.copier.load(memoryview(payload), start, max(first, start), last, reader.tables)
+    for name, cache in wanted.caches.items():
+        assert torch.equal(reader.caches[name], cache)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_write_their_parts_of_one_payload_and_read_them_back(ranks: int) -> None:
+    room = bytearray(payload_bytes(FULL, CHUNK))
+    for rank in range(ranks):
+        one = engine(FULL, block_tokens=16, rank=rank, ranks=ranks, seed=rank)
+        fill(one, range(CHUNK))
+        stored(one, 0, CHUNK, room)
+    assert room == canonical(FULL, 0, CHUNK)
+    reader = engine(FULL, block_tokens=32, rank=ranks - 1, ranks=ranks)
+    wanted = engine(FULL, block_tokens=32, rank=ranks - 1, ranks=ranks)
+    fill(wanted, range(CHUNK))
+    reader.copier.load(memoryview(room), 0, 0, CHUNK, reader.tables)
+    assert all(torch.equal(reader.caches[name], cache) for name, cache in wanted.caches.items())
+
+
+def test_a_hole_in_the_table_is_refused_and_not_touched() -> None:
+    one = engine(FULL, block_tokens=16)
+    holed = ((0, *one.tables[0][1:]),)
+    payload = bytearray(canonical(FULL, 0, CHUNK))
+    with pytest.raises(LookupError):
+        one.copier.load(memoryview(payload), 0, 0, CHUNK, holed)
+    one.copier.load(memoryview(payload), 0, 16, CHUNK, holed)
+    assert all(not cache[0].any() for cache in one.caches.values())
+
+
+def test_layers_at_equal_distances_are_copied_together() -> None:
+    one = engine(FULL, block_tokens=16)
+    two = engine(FULL, block_tokens=16, groups=2)
+    stacks = [stack for copier in (one.copier, two.copier) for stack in copier._stacks]
+    assert [len(stack.stacks) for stack in stacks] == [1, 1, 1]
+    caches = {f"l{layer}": torch.zeros(BLOCKS, 4, 16, 12) for layer in range(3)}
+    apart = LayerStack(Part(0, 0, 16, ("l0", "l1", "l2"), (0, 1, 2)), caches, BLOCKS, FULL)
+    assert len(apart.stacks) == 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((BLOCKS, 4, 16, 13), torch.float32), ((BLOCKS, 4, 8, 12), torch.float32), ((BLOCKS, 4, 16, 12), torch.bfloat16),
+     ((BLOCKS, 2, 16, 12), torch.float32), ((2, BLOCKS, 4, 16, 12), torch.float32)],
+)  # fmt: skip
+def test_caches_that_are_not_what_was_said_are_refused(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    caches = {f"l{layer}": torch.zeros(shape, dtype=dtype) for layer in range(3)}
+    part = Part(0, 0, 16, ("l0", "l1", "l2"), (0, 1, 2))
+    with pytest.raises(ConfigError):
+        GroupCopier(FULL, HeadPart(0, 4, 0), [LayerStack(part, caches, BLOCKS, FULL)])
+
+
+def test_checksums_are_one_a_granule() -> None:
+    data = bytes(range(256)) * 4
+    assert len(checksums(memoryview(data), 256)) == 8 * 4
+    assert len({checksums(memoryview(data), 128)[at : at + 8] for at in range(0, 64, 8)}) == 2
