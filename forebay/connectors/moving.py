@@ -33,7 +33,7 @@ ANSWER_S = 5.0
 """A store that takes longer than this to answer a reserve or commit is treated as gone."""
 
 NAMESPACE_S = 0.5
-"""How long a connection may take to learn of a new namespace before what is to be stored in it is lost."""
+"""How long a connection may take to come up or learn of a new namespace before what needs it is given up."""
 
 BATCH_CHUNKS = 256
 """Chunks in one message."""
@@ -345,7 +345,7 @@ class Mover:
     async def _bring(self, load: Load) -> None:
         if self._link.boot() != load.boot:
             # This rank's connection may be a moment behind the scheduler's.
-            await self._link.connected(ANSWER_S)
+            await self._link.connected(NAMESPACE_S)
         if self._link.boot() != load.boot:
             raise StoreUnavailable("the store has restarted since it promised")
         if any(chunk.extent not in self._link.client.extents for chunk in load.chunks):

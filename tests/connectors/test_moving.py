@@ -1,0 +1,321 @@
+"""A rank with a real store: what is stored is loaded again, and whatever goes wrong is reported, never waited for."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from forebay.connectors.keys import RequestKeys
+from forebay.connectors.link import StoreLink
+from forebay.connectors.moving import Done, Mover
+from forebay.connectors.orders import Load, Orders, Span
+from forebay.connectors.questions import Answer, Question
+from forebay.kvstore.client import StoreClient
+from forebay.kvstore.geometry import GroupGeometry
+from forebay.kvstore.identity import Namespace, encode_namespace, pack_tokens
+from forebay.kvstore.layout import payload_bytes
+from forebay.kvstore.layout.ownership import split_heads
+from forebay.testing.cluster import Cluster, wait_for
+from tests.connectors.test_copying import CHUNK, FULL, Engine, engine, fill
+
+TOKENS = tuple(range(1000, 1000 + 2 * CHUNK))
+
+
+def namespace(geometry: GroupGeometry = FULL) -> Namespace:
+    return Namespace(weights=b"w" * 32, groups=(geometry,), chunk_tokens=CHUNK)
+
+
+@dataclass
+class Rank:
+    """One rank of an engine, and its connection."""
+
+    engine: Engine
+    link: StoreLink
+    mover: Mover
+    namespace: Namespace
+
+    def span(self, request: str, start: int, end: int, salt: bytes = b"") -> Span:
+        keys = RequestKeys(self.namespace, salt, b"")
+        parent = keys.parent(start, lambda first, last: TOKENS[first:last])
+        packed = pack_tokens(TOKENS[start:end])
+        size = next(iter(self.engine.caches.values())).shape[2]
+        cuts = tuple(table[start // size : -(-end // size)] for table in self.engine.tables)
+        return Span(request, "", start, end, keys.key(parent, packed), parent, packed, b"", (0,), cuts)
+
+    def orders(self, **some: object) -> Orders:
+        return replace(Orders(encode_namespace(self.namespace)), **some)  # type: ignore[arg-type]
+
+    def step(self, orders: Orders) -> None:
+        """One step of the engine. Its forward is as long as the store takes to answer."""
+        self.mover.begin(orders)
+        batch = self.mover._batch
+        if batch is not None:
+            assert batch.ready.wait(30)
+        self.mover.end(idle=orders.idle)
+
+    def done(self) -> Done:
+        found = Done(set(), set(), set())
+
+        def some() -> bool:
+            done = self.mover.take_done()
+            found.sent.update(done.sent)
+            found.received.update(done.received)
+            found.failed.update(done.failed)
+            return bool(found.sent or found.received)
+
+        wait_for("a report", some, 30)
+        return found
+
+    def settled(self) -> None:
+        wait_for("an empty queue", lambda: self.mover.queued_bytes == 0, 30)
+
+    def ask(self, limit: int = 2 * CHUNK, salt: bytes = b"") -> Answer | None:
+        question = Question(RequestKeys(self.namespace, salt, b"").prefix(TOKENS, limit), "")
+        self.link.ask(question, 1000)
+        wait_for("an answer", lambda: question.answered, 30)
+        return question.take()
+
+    def load(self, answer: Answer, first: int = 0, **changes: object) -> Load:
+        load = Load("r", answer.boot, first, answer.hit, answer.chunks, self.engine.tables)
+        return replace(load, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path, tmp_path / "no-model", memory="64MiB")
+    cluster.start_store()
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture
+def ranks(cluster: Cluster) -> Iterator[list[Rank]]:
+    """Ranks that are closed at the end; `rank` adds to them."""
+    made: list[Rank] = []
+    yield made
+    for rank in made:
+        rank.mover.close()
+
+
+def rank(
+    cluster: Cluster, ranks: list[Rank], *, seed: int = 0, place: int = 0, size: int = 1, queue_bytes: int = 1 << 30,
+    block_tokens: int = 32, connected: bool = True, name: Namespace | None = None,
+) -> Rank:  # fmt: skip
+    one = engine(FULL, block_tokens=block_tokens, seed=seed, rank=place, ranks=size)
+    link = StoreLink(cluster.store_address, name="test", group=b"g" * 16)
+    mover = Mover(
+        link, [FULL], [one.copier], writers=[size], writes=[split_heads(4, place, size).replica == 0],
+        queue_bytes=queue_bytes, store_wait_s=0.05,
+    )  # fmt: skip
+    made = Rank(one, link, mover, name or namespace())
+    ranks.append(made)
+    link.start()
+    link.use(made.namespace)
+    if connected:
+        wait_for("a connection", link.boot, 30)
+    return made
+
+
+def same(one: Engine, other: Engine, first: int, last: int) -> bool:
+    """Have both engines the same rows for tokens [first, last)?"""
+    for mine, theirs in zip(one.caches.values(), other.caches.values(), strict=True):
+        for token in range(first, last):
+            rows = []
+            for cache, table in ((mine, one.tables[0]), (theirs, other.tables[0])):
+                block, slot = divmod(token, cache.shape[2])
+                rows.append(cache[table[block], :, slot])
+            if not torch.equal(*rows):
+                return False
+    return True
+
+
+def test_what_one_rank_stores_another_one_loads(cluster: Cluster, ranks: list[Rank]) -> None:
+    writer, reader = rank(cluster, ranks), rank(cluster, ranks, seed=1, block_tokens=16)
+    fill(writer.engine, range(2 * CHUNK))
+    writer.step(writer.orders(spans=[writer.span("w", 0, CHUNK)]))
+    writer.step(writer.orders(tails=[writer.span("w", CHUNK, CHUNK + 48)]))
+    assert writer.done().sent == {"w"}
+    writer.settled()
+    answer = reader.ask()
+    assert answer is not None and answer.hit == CHUNK + 48
+    reader.step(reader.orders(loads=[reader.load(answer, 32)], idle=True))
+    done = reader.done()
+    assert done.received == {"r"} and not done.failed
+    assert same(reader.engine, writer.engine, 32, CHUNK + 48)
+    assert not any(cache[reader.engine.tables[0][:2],].any() for cache in reader.engine.caches.values())
+    assert reader.mover.counters["loaded.host.bytes"] == payload_bytes(FULL, CHUNK + 48 - 32)
+    reader.link.release(answer.boot, answer.lease)
+    wait_for("released pins", lambda: cluster.store_values()["store.leases"] == 0, 30)
+
+
+def test_ranks_write_a_chunk_together_and_it_appears_once(cluster: Cluster, ranks: list[Rank]) -> None:
+    writers = [rank(cluster, ranks, seed=place, place=place, size=2) for place in range(2)]
+    reader = rank(cluster, ranks, seed=5)
+    for writer in writers:
+        fill(writer.engine, range(CHUNK))
+    writers[0].step(writers[0].orders(spans=[writers[0].span("w", 0, CHUNK)]))
+    answer = reader.ask()
+    assert answer is not None and answer.hit == 0, "half of it isn't a chunk"
+    writers[1].step(writers[1].orders(spans=[writers[1].span("w", 0, CHUNK)]))
+    for writer in writers:
+        writer.settled()
+    answer = reader.ask()
+    assert answer is not None and answer.hit == CHUNK
+    reader.step(reader.orders(loads=[reader.load(answer)]))
+    assert not reader.done().failed
+    whole = engine(FULL, block_tokens=32, seed=5)
+    fill(whole, range(CHUNK))
+    assert same(reader.engine, whole, 0, CHUNK)
+
+
+def test_a_damaged_chunk_is_a_failed_load_and_is_not_served_again(cluster: Cluster, ranks: list[Rank]) -> None:
+    one = rank(cluster, ranks)
+    fill(one.engine, range(CHUNK))
+    one.step(one.orders(spans=[one.span("w", 0, CHUNK)]))
+    one.settled()
+    answer = one.ask()
+    assert answer is not None
+    one.link.client.payload(answer.chunks[0])[70] ^= 1
+    one.step(one.orders(loads=[one.load(answer)]))
+    assert one.done().failed == {"r"} and one.mover.counters["loads.corrupt"] == 1
+    one.link.release(answer.boot, answer.lease)
+    again = one.ask()
+    assert again is not None
+    if again.hit:  # the good copy in the files, if it had got there
+        assert again.from_tier == {"fs": CHUNK}
+        one.step(one.orders(loads=[one.load(again)]))
+        assert not one.done().failed
+
+
+def test_a_load_into_a_hole_fails_and_is_reported(cluster: Cluster, ranks: list[Rank]) -> None:
+    one = rank(cluster, ranks)
+    fill(one.engine, range(CHUNK))
+    one.step(one.orders(spans=[one.span("w", 0, CHUNK)]))
+    one.settled()
+    answer = one.ask()
+    assert answer is not None
+    one.step(one.orders(loads=[one.load(answer, tables=((0, 0),))]))
+    assert one.done().failed == {"r"}
+
+
+def test_other_weights_dtypes_and_salts_miss(cluster: Cluster, ranks: list[Rank]) -> None:
+    one = rank(cluster, ranks)
+    fill(one.engine, range(CHUNK))
+    one.step(one.orders(spans=[one.span("w", 0, CHUNK, b"salt")]))
+    one.settled()
+    changed = [replace_namespace(weights=b"v" * 32), replace_namespace(compute="float16"), replace_namespace(epoch=1)]
+    others = [(rank(cluster, ranks, name=name), b"salt") for name in changed]
+    hits = [answer.hit for other, salt in [*others, (one, b""), (one, b"pepper"), (one, b"salt")]
+            if (answer := other.ask(salt=salt)) is not None]  # fmt: skip
+    assert hits == [0, 0, 0, 0, 0, CHUNK]
+
+
+def replace_namespace(**changes: object) -> Namespace:
+    base = namespace()
+    fields = {name: getattr(base, name) for name in base.__struct_fields__}
+    return Namespace(**{**fields, **changes})
+
+
+def test_without_a_store_everything_is_answered_with_nothing_done(cluster: Cluster, ranks: list[Rank]) -> None:
+    one = rank(cluster, ranks)
+    fill(one.engine, range(CHUNK))
+    one.step(one.orders(spans=[one.span("w", 0, CHUNK)]))
+    one.settled()
+    answer = one.ask()
+    assert answer is not None
+    cluster.processes["store"].end(signal.SIGKILL)
+    wait_for("the loss", lambda: not one.link.boot(), 30)
+    assert one.ask() is None
+    load, tail = one.load(answer), one.span("t", 0, 48)
+    one.step(one.orders(loads=[load], tails=[tail], spans=[one.span("w", CHUNK, 2 * CHUNK)]))
+    wait_for("all reports", lambda: one.mover.loading + one.mover.sending == 0, 30)
+    done = one.done()
+    assert (done.sent, done.received, done.failed) == ({"t"}, {"r"}, {"r"})
+    one.settled()
+    assert one.mover.counters["stores.lost"] == 2
+
+
+def test_after_the_store_has_come_back_old_promises_fail_and_new_ones_hold(cluster: Cluster, ranks: list[Rank]) -> None:
+    one = rank(cluster, ranks)
+    fill(one.engine, range(CHUNK))
+    one.step(one.orders(spans=[one.span("w", 0, CHUNK)]))
+    one.settled()
+    answer = one.ask()
+    assert answer is not None
+    cluster.processes["store"].end(signal.SIGKILL)
+    cluster.start_store()
+    wait_for("the new store", lambda: one.link.boot() not in (b"", answer.boot), 30)
+    one.step(one.orders(loads=[one.load(answer)]))
+    assert one.done().failed == {"r"}
+    again = one.ask()
+    assert again is not None and again.hit == CHUNK, "the pool has outlived the daemon"
+    one.step(one.orders(loads=[one.load(again)]))
+    assert not one.done().failed
+
+
+def test_a_hung_store_costs_a_step_a_moment_and_loses_what_it_was_offered(cluster: Cluster, ranks: list[Rank]) -> None:
+    one = rank(cluster, ranks)
+    fill(one.engine, range(CHUNK))
+    pid = cluster.processes["store"].pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        one.mover.begin(one.orders(spans=[one.span("w", 0, CHUNK)]))
+        one.mover.end(idle=False)
+        assert one.mover.counters["stores.late"] == 1
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    one.settled()
+    wait_for("no slot that is held", lambda: cluster.store_values()["host.reserved_bytes"] == 0, 30)
+    answer = one.ask()
+    assert answer is not None and answer.hit == 0
+    one.step(one.orders(spans=[one.span("w", 0, CHUNK)]))
+    one.settled()
+    answer = one.ask()
+    assert answer is not None and answer.hit == CHUNK
+
+
+def test_the_queue_is_bounded_in_bytes(cluster: Cluster, ranks: list[Rank]) -> None:
+    one = rank(cluster, ranks, queue_bytes=payload_bytes(FULL, CHUNK) + 1)
+    fill(one.engine, range(2 * CHUNK))
+    one.step(one.orders(spans=[one.span("w", 0, CHUNK), one.span("w", CHUNK, 2 * CHUNK)]))
+    assert one.mover.gauges()["queue.bytes"] <= payload_bytes(FULL, CHUNK) + 1
+    assert one.mover.counters["stores.dropped"] == 1
+    one.settled()
+    answer = one.ask()
+    assert answer is not None and answer.hit == CHUNK
+
+
+def test_a_question_that_nobody_waits_for_leaves_no_pin(cluster: Cluster, ranks: list[Rank]) -> None:
+    one = rank(cluster, ranks)
+    fill(one.engine, range(CHUNK))
+    one.step(one.orders(spans=[one.span("w", 0, CHUNK)]))
+    one.settled()
+    question = Question(RequestKeys(one.namespace, b"", b"").prefix(TOKENS, CHUNK), "")
+    one.link.ask(question, 1000)
+    late = question.drop()
+    if late is not None:
+        one.link.release(late.boot, late.lease)
+    assert one.ask() is not None  # asked later, so the first has been answered
+    with StoreClient(cluster.store_address) as client:
+        wait_for("one lease", lambda: client.stats().values["store.leases"] == 1, 30)
+
+
+def test_closing_waits_for_what_is_under_way(cluster: Cluster, ranks: list[Rank]) -> None:
+    one, other = rank(cluster, ranks), rank(cluster, ranks, seed=3)
+    fill(one.engine, range(CHUNK))
+    one.step(one.orders(spans=[one.span("w", 0, CHUNK)]))
+    ranks.remove(one)
+    one.mover.close()
+    answer = other.ask()
+    assert answer is not None and answer.hit == CHUNK
+    with suppress(RuntimeError):
+        one.link.release(answer.boot, answer.lease)  # of no effect, and no error
+
+
