@@ -4,9 +4,9 @@
     after it             what has room is copied out, at once: the engine may give its blocks away in the next step
     meanwhile            copies are hashed and committed, loads copied and verified, on other threads
 
-The engine never waits for the store, but for the moments that `Settings` allows: chunks without room by then are
-dropped, counted, and with them what the request would store behind them. A load that can't be right is reported as
-failed, and the engine computes.
+The engine never waits for the store, but for the moments that `Settings` allows: chunks that have no place by then are
+copied aside, and into their place when it is known. What waits is bounded in bytes; what finds the queue full is
+dropped, and counted. A load that can't be right is reported as failed, and the engine computes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Room:
-    """One chunk of one of our groups on its way out. `finish` brings what the accelerator still has."""
+    """One chunk of one of our groups on its way out. `finish` brings what the accelerator still has; `staged` is where
+    it waits if the store had not said in time where it goes."""
 
     span: Span
     group: int
@@ -53,6 +54,16 @@ class Room:
     slot: Slot | None = None
     session: int = 0
     finish: Callable[[], None] | None = None
+    staged: bytearray | None = None
+
+    @property
+    def reserved(self) -> bool:
+        return self.slot is not None and self.slot.status == "reserved"
+
+    @property
+    def reservation(self) -> int:
+        assert self.slot is not None
+        return self.slot.reservation
 
 
 @dataclass(slots=True)
@@ -179,26 +190,30 @@ class Mover:
         return kept
 
     def _copy_out(self, batch: Batch) -> None:
-        if not batch.ready.wait(self._store_wait_s):
+        if not batch.ready.wait(self._store_wait_s) or not self._link.room_lock.acquire(blocking=False):
             self.counters["stores.late"] += len(batch.rooms)
-        elif self._link.room_lock.acquire(blocking=False):
+            for room in batch.rooms:
+                room.staged = bytearray(room.bytes)
+                self._fill(room, memoryview(room.staged))
+        else:
             try:
-                for room in batch.rooms:
-                    self._fill(room)
+                self._fill_all(batch)
             finally:
                 self._link.room_lock.release()
         self._link.run(lambda: self._settle(batch))
 
-    def _fill(self, room: Room) -> None:
-        """Copy one chunk out, if it has a place that is still ours. The room lock is held."""
-        if room.slot is None or room.slot.status != "reserved" or room.session != self._link.session:
-            return
+    def _fill_all(self, batch: Batch) -> None:
+        """Copy out what has a place that is still ours. The room lock is held."""
+        for room in batch.rooms:
+            if room.slot is not None and room.reserved and room.session == self._link.session:
+                self._fill(room, self._link.client.room(room.slot, room.bytes))
+
+    def _fill(self, room: Room, target: memoryview) -> None:
         try:
-            target = self._link.client.room(room.slot, room.bytes)
             copier = self._copiers[room.group]
             room.finish = copier.store(target, room.span.start, room.span.end, room.span.tables)
             self.counters["stores.bytes"] += room.bytes
-        except (LookupError, KeyError) as error:
+        except LookupError as error:
             log.warning("a chunk could not be copied out: %s", error)
 
     def _begin_tails(self, tails: Sequence[Span]) -> None:
@@ -253,11 +268,10 @@ class Mover:
     async def _settle(self, batch: Batch) -> None:
         """Hash and commit what was copied; give the rest back."""
         try:
-            while not batch.ready.is_set():  # asked for, and not in time: what comes is given back
+            while not batch.ready.is_set():
                 await asyncio.sleep(0.001)
-            reserved = [r for r in batch.rooms if r.slot is not None and r.slot.status == "reserved"]
-            mine = [room for room in reserved if room.session == self._link.session]
-            unwritten = [room.slot.reservation for room in mine if room.finish is None and room.slot is not None]
+            mine = [room for room in batch.rooms if room.reserved and room.session == self._link.session]
+            unwritten = [room.reservation for room in mine if room.finish is None]
             if unwritten and self._link.boot():
                 self._link.client.abort(unwritten)
             await self._commit([room for room in mine if room.finish is not None])
@@ -271,41 +285,50 @@ class Mover:
                 self.queued_bytes -= sum(room.bytes for room in batch.rooms)
 
     async def _commit(self, rooms: Sequence[Room]) -> None:
-        if not rooms:
-            return
         loop = asyncio.get_running_loop()
         shared = [room for room in rooms if self._writers[room.group] > 1]
         alone = [room for room in rooms if self._writers[room.group] == 1]
-        written = await loop.run_in_executor(self._threads, self._hash, alone)
-        for room in shared:
-            assert room.finish is not None
-            await loop.run_in_executor(self._threads, room.finish)
-        written += [Written(room.slot.reservation, b"") for room in shared if room.slot is not None]
+        written = await loop.run_in_executor(self._threads, self._finish, alone, True)
+        written += await loop.run_in_executor(self._threads, self._finish, shared, False)
         for at in range(0, len(written), BATCH_CHUNKS):
             committing = self._link.client.commit(written[at : at + BATCH_CHUNKS])
             committed = await asyncio.wait_for(committing, ANSWER_S)
             self.counters["stores.committed"] += committed.committed
-            last = [r for r in shared if r.slot is not None and r.slot.reservation in committed.to_hash]
+            last = [room for room in shared if room.reservation in committed.to_hash]
             if last:
                 whole = await loop.run_in_executor(self._threads, self._hash, last)
                 committed = await asyncio.wait_for(self._link.client.commit(whole), ANSWER_S)
                 self.counters["stores.committed"] += committed.committed
 
-    def _hash(self, rooms: Sequence[Room]) -> list[Written]:
-        written = []
+    def _finish(self, rooms: Sequence[Room], whole: bool) -> list[Written]:
+        """Bring what is still elsewhere; hash what is then `whole`."""
+        there = []
         for room in rooms:
             assert room.slot is not None and room.finish is not None
             room.finish()
+            if room.staged is not None:
+                with self._link.room_lock:
+                    if room.session != self._link.session:
+                        continue
+                    self._link.client.room(room.slot, room.bytes)[:] = room.staged
+                room.staged = None
+            there.append(room)
+        return self._hash(there) if whole else [Written(room.reservation, b"") for room in there]
+
+    def _hash(self, rooms: Sequence[Room]) -> list[Written]:
+        written = []
+        for room in rooms:
+            assert room.slot is not None
             payload = self._link.client.room(room.slot, room.bytes)
             sums = checksums(payload, self._geometries[room.group].granule_bytes)
-            written.append(Written(room.slot.reservation, sums))
+            written.append(Written(room.reservation, sums))
         return written
 
     async def _send(self, request: str, batch: Batch) -> None:
         """Store the tail of a request that has ended."""
         try:
             await self._reserve(batch)
-            await asyncio.get_running_loop().run_in_executor(self._threads, self._fill_all, batch)
+            await asyncio.get_running_loop().run_in_executor(self._threads, self._fill_tails, batch)
         finally:
             # Its blocks aren't read any more: the engine need not wait for the hash.
             with self._changed:
@@ -314,13 +337,9 @@ class Mover:
                 self._changed.notify_all()
         await self._settle(batch)
 
-    def _fill_all(self, batch: Batch) -> None:
-        if self._link.room_lock.acquire(timeout=ANSWER_S):
-            try:
-                for room in batch.rooms:
-                    self._fill(room)
-            finally:
-                self._link.room_lock.release()
+    def _fill_tails(self, batch: Batch) -> None:
+        with self._link.room_lock:
+            self._fill_all(batch)
 
     # --- the connection's loop: loads --------------------------------------------------------------------
 

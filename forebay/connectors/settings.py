@@ -32,7 +32,7 @@ class Settings:
     events: str = ""
     lookup_deadline_ms: int = 2000
     patience_ms: float = 2.0
-    store_wait_ms: float = 5.0
+    store_wait_ms: float = 2.0
     queue_bytes: int = 1 << 30
     requests_max: int = 16384
     salt_secret: bytes = field(default=b"", repr=False)

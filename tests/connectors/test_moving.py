@@ -260,8 +260,10 @@ def test_after_the_store_has_come_back_old_promises_fail_and_new_ones_hold(clust
     assert not one.done().failed
 
 
-def test_a_hung_store_costs_a_step_a_moment_and_loses_what_it_was_offered(cluster: Cluster, ranks: list[Rank]) -> None:
-    one = rank(cluster, ranks)
+def test_what_a_slow_store_has_no_place_for_yet_is_copied_aside_and_stored_later(
+    cluster: Cluster, ranks: list[Rank]
+) -> None:
+    one, other = rank(cluster, ranks), rank(cluster, ranks, seed=4)
     fill(one.engine, range(CHUNK))
     pid = cluster.processes["store"].pid
     os.kill(pid, signal.SIGSTOP)
@@ -269,12 +271,38 @@ def test_a_hung_store_costs_a_step_a_moment_and_loses_what_it_was_offered(cluste
         one.mover.begin(one.orders(spans=[one.span("w", 0, CHUNK)]))
         one.mover.end(idle=False)
         assert one.mover.counters["stores.late"] == 1
+        for cache in one.engine.caches.values():
+            cache.zero_()  # the engine has given the blocks to somebody else
     finally:
         os.kill(pid, signal.SIGCONT)
     one.settled()
-    wait_for("no slot that is held", lambda: cluster.store_values()["host.reserved_bytes"] == 0, 30)
-    answer = one.ask()
-    assert answer is not None and answer.hit == 0
+    answer = other.ask()
+    assert answer is not None and answer.hit == CHUNK
+    other.step(other.orders(loads=[other.load(answer)]))
+    assert not other.done().failed
+    whole = engine(FULL, block_tokens=32, seed=4)
+    fill(whole, range(CHUNK))
+    assert same(other.engine, whole, 0, CHUNK)
+    assert cluster.store_values()["host.reserved_bytes"] == 0
+
+
+def test_a_store_that_hangs_for_good_is_given_up_and_comes_back(
+    cluster: Cluster, ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forebay.connectors.moving.ANSWER_S", 0.2)
+    one = rank(cluster, ranks)
+    fill(one.engine, range(CHUNK))
+    pid = cluster.processes["store"].pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        one.mover.begin(one.orders(spans=[one.span("w", 0, CHUNK)]))
+        one.mover.end(idle=False)
+        one.settled()
+        assert not one.link.boot()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_for("a new connection", one.link.boot, 30)
+    monkeypatch.setattr("forebay.connectors.moving.ANSWER_S", 30)
     one.step(one.orders(spans=[one.span("w", 0, CHUNK)]))
     one.settled()
     answer = one.ask()
