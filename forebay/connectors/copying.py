@@ -1,14 +1,15 @@
-"""Copies between an engine's caches and payloads in the pool, whatever strides the engine's caches have.
+"""Copies between an engine's caches and payloads in the pool, whatever strides and cells the engine's caches have.
 
-Every layer's cache is seen as [blocks, heads, tokens, values], K's values before V's; only its strides differ between
-backends. Layers that lie at equal distances in one storage are copied together. A payload's granules are
-[layer, K/V, head, token, value], so that a copy is one strided assignment for each run of blocks:
+Every layer's cache is seen as [blocks, heads, tokens, values]; its strides differ between backends, and so does what a
+cell of one block and head looks like (`cells`). Layers that lie at equal distances in one storage are copied together.
+A payload's granules are [layer, K/V, head, token, channel], so that a copy is one strided assignment for each run of
+blocks and each kind of row:
 
-    payload  [blocks x granules a block, layers, K/V, heads, 16, values]
-    cache    [layers, blocks, heads, granules a block x 16, K/V x values]
+    payload  [blocks, granules a block, layers, K/V, heads, 16 tokens, channels]
+    cache    the same, by other strides
 
 On the CPU that is all. On an accelerator it goes through a device buffer of the payload's shape, on a stream of its
-own: one strided copy on the device, one plain copy over the bus.
+own: strided copies on the device, one plain copy over the bus.
 """
 
 from __future__ import annotations
@@ -23,38 +24,68 @@ import xxhash
 from torch import Tensor
 
 from forebay.connectors.blocks import Piece, pieces, split
+from forebay.connectors.cells import CellRow, cut_units, plain_rows, unit_of
 from forebay.connectors.grouping import Part
 from forebay.connectors.orders import Tables
 from forebay.errors import ConfigError
 from forebay.kvstore.geometry import MATCH_UNIT, GroupGeometry
 from forebay.kvstore.layout.ownership import HeadPart
 
+Packing = Callable[[int], tuple[CellRow, ...]]
+"""The rows of a packed cell of so many tokens, of which the cache is contiguous."""
+
 
 @dataclass(frozen=True, slots=True)
-class Planes:
-    """K and V as one array where they are equally wide, else each by itself: where they begin in a row of the cache and
-    in a layer of a granule, in elements, and how many rows of how many values they are."""
+class Rows:
+    """Rows of one kind (K and V, where they are kept alike), of layers at equal distances.
 
+    `views` are [layers, blocks, heads, units, rows, token factors ..., channel factors ...], each with the first of its
+    units. `layers` are the places of the layers in a payload, `at` the first row's in a layer of it, in channels.
+    """
+
+    layers: slice
     at: int
-    offset: int
-    rows: int
+    count: int
     dim: int
+    tokens: tuple[int, ...]
+    channels: tuple[int, ...]
+    views: tuple[tuple[int, Tensor], ...]
 
 
 class LayerStack:
-    """Caches of some layers of one group as one tensor [layers, blocks, heads, tokens, values]."""
+    """Caches of the layers of one part. `packing` is how their cells are packed, None for plain ones."""
 
-    def __init__(self, part: Part, caches: Mapping[str, Tensor], blocks: int, geometry: GroupGeometry) -> None:
+    def __init__(
+        self,
+        part: Part,
+        caches: Mapping[str, Tensor],
+        blocks: int,
+        geometry: GroupGeometry,
+        packing: Packing | None = None,
+    ) -> None:
         self.part = part
         first = caches[part.names[0]]
         if first.dim() != 4 or first.shape[0] % blocks or first.shape[3] != sum(geometry.row_dims):
             shape = tuple(first.shape)
             raise ConfigError(f"cache {part.names[0]} of shape {shape} isn't [blocks, heads, tokens, values]")
+        self.heads, self.block_tokens = first.shape[1], first.shape[2]
+        self.dtype, self.device = first.dtype, first.device
         self.ratio = first.shape[0] // blocks
-        self.block_tokens = first.shape[2]
         if self.block_tokens * self.ratio != part.block_tokens:
             raise ConfigError(f"cache {part.names[0]} has {self.block_tokens} tokens a block, not {part.block_tokens}")
-        self.stacks = _stacked([caches[name] for name in part.names], part.places)
+        self.unit = unit_of(self.block_tokens)
+        rows = _cell_rows(first, geometry, packing)
+        stacks = _stacked([caches[name] for name in part.names], part.places)
+        self.rows = [kept for layers, cache in stacks for kept in _rows(layers, cache, rows, self.unit)]
+
+
+def _cell_rows(cache: Tensor, geometry: GroupGeometry, packing: Packing | None) -> tuple[CellRow, ...]:
+    tokens, values = cache.shape[2:]
+    if packing is None:
+        return plain_rows(geometry.row_dims, tokens, cache.stride(2), cache.stride(3))
+    if cache.stride()[2:] != (values, 1):
+        raise ConfigError("a packed cache must be contiguous inside of a block and head")
+    return packing(tokens)
 
 
 def _stacked(caches: Sequence[Tensor], places: Sequence[int]) -> list[tuple[slice, Tensor]]:
@@ -73,32 +104,52 @@ def _stacked(caches: Sequence[Tensor], places: Sequence[int]) -> list[tuple[slic
     return [(slice(place, place + 1), cache[None]) for place, cache in zip(places, caches, strict=True)]
 
 
+def _rows(layers: slice, cache: Tensor, rows: Sequence[CellRow], unit: int) -> list[Rows]:
+    """Views of each row; one for both if they are kept alike."""
+    alike = len(rows) == 2 and (rows[0].tokens, rows[0].channels) == (rows[1].tokens, rows[1].channels)
+    groups = [tuple(rows)] if alike else [(row,) for row in rows]
+    found, at = [], 0
+    for group in groups:
+        units = cut_units(group[0], unit)
+        gap = group[1].offset - group[0].offset if len(group) == 2 else 0
+        starts = [(0, len(units.offsets))] if units.step is not None else [(u, 1) for u in range(len(units.offsets))]
+        views = []
+        for start, count in starts:
+            inner = (*units.tokens, *group[0].channels)
+            sizes = (*cache.shape[:3], count, len(group), *(n for n, _ in inner))
+            strides = (*cache.stride()[:3], units.step or 0, gap, *(step for _, step in inner))
+            offset = cache.storage_offset() + group[0].offset + units.offsets[start]
+            views.append((start, torch.as_strided(cache, sizes, strides, offset)))
+        counts = tuple(n for n, _ in units.tokens), tuple(n for n, _ in group[0].channels)
+        found.append(Rows(layers, at, len(group), group[0].dim, *counts, tuple(views)))
+        at += sum(row.dim for row in group)
+    return found
+
+
 class GroupCopier:
     """Copies chunks of one of our groups. `heads` are those that this rank holds."""
 
     def __init__(self, geometry: GroupGeometry, heads: HeadPart, stacks: Sequence[LayerStack]) -> None:
-        self.geometry, self.heads = geometry, heads
-        self._stacks = tuple(stacks)
+        self.geometry, self.heads, self.stacks = geometry, heads, tuple(stacks)
         self._dtype: torch.dtype = getattr(torch, geometry.dtype)
-        self._planes = _planes(geometry)
-        self._layers = len(geometry.layers)
-        example = self._stacks[0].stacks[0][1]
-        if example.shape[2] != heads.count or example.dtype is not self._dtype:
-            found = f"{example.shape[2]} heads of {example.dtype}"
-            raise ConfigError(f"the engine's caches have {found}, expected {heads.count} of {self._dtype}")
-        self.device = example.device
-        self._bounce = None if self.device.type == "cpu" else Bounce(self.device)
+        for stack in self.stacks:
+            if (stack.heads, stack.dtype) != (heads.count, self._dtype):
+                found, wanted = f"{stack.heads} heads of {stack.dtype}", f"{heads.count} of {self._dtype}"
+                raise ConfigError(f"the engine's caches have {found}, expected {wanted}")
+        device = self.stacks[0].device
+        self._bounce = None if device.type == "cpu" else Bounce(device)
 
     def load(self, payload: memoryview, start: int, first: int, last: int, tables: Tables) -> None:
         """Copy tokens [first, last) of the chunk that begins at `start` into their blocks. Blocks for that time.
 
         Raises LookupError if the engine has no block for one of them; some may have been copied then.
         """
+        granules = self._granules(payload)
         if self._bounce is None:
-            self._move(self._granules(payload), start, first, last, tables, into_cache=True, base=False)
+            self._move(granules, start, first, last, tables, into_cache=True, cut=False)
             return
-        with self._bounce.loading(self._granules(payload)) as granules:
-            self._move(granules, start, first, last, tables, into_cache=True, base=False)
+        with self._bounce.loading(granules) as staged:
+            self._move(staged, start, first, last, tables, into_cache=True, cut=False)
 
     def store(self, room: memoryview, start: int, end: int, tables: Tables) -> Callable[[], None]:
         """Copy the chunk [start, end) into `room`. `tables` are cut to it. Raises as `load`.
@@ -108,64 +159,70 @@ class GroupCopier:
         """
         granules, bounce = self._granules(room), self._bounce
         if bounce is None:
-            self._move(granules, start, start, end, tables, into_cache=False, base=True)
+            self._move(granules, start, start, end, tables, into_cache=False, cut=True)
             return _nothing
         with bounce.storing(granules) as staged:
-            self._move(staged, start, start, end, tables, into_cache=False, base=True)
+            self._move(staged, start, start, end, tables, into_cache=False, cut=True)
         return lambda: bounce.fetch(granules, staged)
 
     def _granules(self, payload: memoryview) -> Tensor:
         size = self.geometry.granule_bytes
-        return torch.frombuffer(payload, dtype=self._dtype).view(len(payload) // size, -1)
+        flat = torch.frombuffer(payload, dtype=self._dtype)
+        return flat.view(len(payload) // size, len(self.geometry.layers), -1)
 
     def _move(
-        self, granules: Tensor, start: int, first: int, last: int, tables: Tables, *, into_cache: bool, base: bool
+        self, granules: Tensor, start: int, first: int, last: int, tables: Tables, *, into_cache: bool, cut: bool
     ) -> None:
-        for stack in self._stacks:
-            tokens = stack.block_tokens
-            table = tables[stack.part.engine_group]
-            offset = start // stack.part.block_tokens * stack.ratio if base else 0
-            places = pieces(start, first, last, tokens, split(table, stack.ratio), offset)
-            for plane in self._planes:
-                shaped = self._plane(granules, plane)
-                for layers, cache in stack.stacks:
-                    width = plane.rows * plane.dim
-                    rows = cache[..., plane.at : plane.at + width].unflatten(-1, (plane.rows, plane.dim))
-                    for piece in places:
-                        payload, blocks = _sides(shaped[:, layers], rows, piece)
+        for stack in self.stacks:
+            table = split(tables[stack.part.engine_group], stack.ratio)
+            base = start // stack.part.block_tokens * stack.ratio if cut else 0
+            places = pieces(start, first, last, stack.block_tokens, table, base)
+            for rows in stack.rows:
+                shaped = self._shaped(granules[:, rows.layers], rows)
+                for piece in places:
+                    for payload, cache in _sides(shaped, rows, piece, stack.unit):
                         if into_cache:
-                            blocks.copy_(payload)
+                            cache.copy_(payload)
                         else:
-                            payload.copy_(blocks)
+                            payload.copy_(cache)
 
-    def _plane(self, granules: Tensor, plane: Planes) -> Tensor:
-        """[granules, layers, rows, heads, 16, values] of a payload, this rank's heads alone."""
-        geometry = self.geometry
-        layers = granules.unflatten(1, (self._layers, -1))
-        length = plane.rows * geometry.kv_heads * MATCH_UNIT * plane.dim
-        shape = (plane.rows, geometry.kv_heads, MATCH_UNIT, plane.dim)
-        shaped = layers[:, :, plane.offset : plane.offset + length].unflatten(2, shape)
+    def _shaped(self, granules: Tensor, rows: Rows) -> Tensor:
+        """[granules, layers, rows, heads, 16, channels] of a payload, this rank's heads alone."""
+        heads = self.geometry.kv_heads
+        at, length = rows.at * heads * MATCH_UNIT, rows.count * heads * MATCH_UNIT * rows.dim
+        shaped = granules[:, :, at : at + length].unflatten(2, (rows.count, heads, MATCH_UNIT, rows.dim))
         return shaped[:, :, :, self.heads.first : self.heads.first + self.heads.count]
 
 
-def _planes(geometry: GroupGeometry) -> tuple[Planes, ...]:
-    dims = geometry.row_dims
-    if len(set(dims)) == 1:
-        return (Planes(0, 0, len(dims), dims[0]),)
-    rows = geometry.kv_heads * MATCH_UNIT
-    return tuple(Planes(sum(dims[:i]), rows * sum(dims[:i]), 1, dim) for i, dim in enumerate(dims))
+def _sides(shaped: Tensor, rows: Rows, piece: Piece, unit: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Both sides of the copies of one piece, in one shape: [blocks, units, layers, rows, heads, tokens, channels]."""
+    if piece.token % unit or piece.count % unit or piece.slot % unit:
+        raise LookupError(f"tokens {piece.token} and {piece.count} on aren't whole stretches of {unit}")
+    first, last = piece.slot // unit, (piece.slot + piece.count) // unit
+    order = [1, 3, 0, 4, 2, *range(5, 5 + len(rows.tokens) + len(rows.channels))]
+    for start, view in rows.views:
+        begin, end = max(first, start), min(last, start + view.shape[3])
+        if begin < end:
+            cache = view[:, piece.block : piece.block + piece.blocks, :, begin - start : end - start].permute(order)
+            payload = _stretches(shaped, piece.token + (begin - first) * unit, piece, end - begin, unit)
+            yield payload.unflatten(-1, rows.channels).unflatten(5, rows.tokens), cache
 
 
-def _sides(payload: Tensor, rows: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
-    """Both sides of a copy in one shape. `payload` is [granules, layers, rows, heads, 16, values], `rows` are
-    [layers, blocks, heads, tokens, rows, values]."""
-    granule, inside = divmod(piece.token, MATCH_UNIT)
-    blocks = rows[:, piece.block : piece.block + piece.blocks, :, piece.slot : piece.slot + piece.count]
-    if inside or piece.count % MATCH_UNIT:
-        return payload[granule, :, :, :, inside : inside + piece.count], blocks[:, 0].permute(0, 3, 1, 2, 4)
-    units = piece.count // MATCH_UNIT
-    some = payload[granule : granule + units * piece.blocks].unflatten(0, (piece.blocks, units))
-    return some, blocks.unflatten(3, (units, MATCH_UNIT)).permute(1, 3, 0, 5, 2, 4, 6)
+def _stretches(shaped: Tensor, token: int, piece: Piece, units: int, unit: int) -> Tensor:
+    """`units` stretches of the payload from `token` on, in each of the piece's blocks."""
+    granule, inside = divmod(token, MATCH_UNIT)
+    if unit < MATCH_UNIT:
+        # Pieces of such blocks lie inside of one granule each, and have stretches side by side.
+        some = shaped[granule, :, :, :, inside : inside + units * unit].unflatten(3, (units, unit))
+        return some.permute(3, 0, 1, 2, 4, 5)[None]
+    step = piece.count // MATCH_UNIT
+    some = torch.as_strided(
+        shaped,
+        (piece.blocks, units, *shaped.shape[1:]),
+        (step * shaped.stride(0), *shaped.stride()),
+        shaped.storage_offset() + granule * shaped.stride(0),
+    )
+    return some
 
 
 def _nothing() -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.connectors.copying import GroupCopier, LayerStack, checksums
+from forebay.connectors.cells import CellRow, cut_units, learned_row
+from forebay.connectors.copying import GroupCopier, LayerStack, Packing, checksums
 from forebay.connectors.grouping import Part
 from forebay.connectors.orders import Tables
 from forebay.errors import ConfigError
@@ -40,6 +43,7 @@ class Engine:
     copier: GroupCopier
     caches: dict[str, torch.Tensor]
     tables: Tables
+    cells: tuple[CellRow, ...] | None = None
 
 
 def caches_of(geometry: GroupGeometry, heads: int, block_tokens: int, ratio: int, order: str) -> list[torch.Tensor]:
@@ -53,7 +57,7 @@ def caches_of(geometry: GroupGeometry, heads: int, block_tokens: int, ratio: int
 
 def engine(
     geometry: GroupGeometry, *, block_tokens: int, order: str = "LBHNC", ratio: int = 1, groups: int = 1,
-    rank: int = 0, ranks: int = 1, seed: int = 0, tokens: int = 2 * CHUNK,
+    rank: int = 0, ranks: int = 1, seed: int = 0, tokens: int = 2 * CHUNK, packed: str = "",
 ) -> Engine:  # fmt: skip
     heads = HeadPart(0, 1, rank) if geometry.kind == "latent" else split_heads(geometry.kv_heads, rank, ranks)
     views = caches_of(geometry, heads.count, block_tokens, ratio, order)
@@ -63,11 +67,13 @@ def engine(
         for group in range(groups)
         if (places := range(len(views))[group::groups])
     ]
-    stacks = [LayerStack(part, caches, BLOCKS, geometry) for part in parts]
+    packing = PACKINGS[packed](sum(geometry.row_dims) // 2) if packed else None
+    stacks = [LayerStack(part, caches, BLOCKS, geometry, packing) for part in parts]
     rng = random.Random(seed)
     count = -(-tokens // block_tokens)
     tables = tuple(tuple(rng.sample(range(1, BLOCKS), count)) for _ in range(groups))
-    return Engine(geometry, heads, GroupCopier(geometry, heads, stacks), caches, tables)
+    cells = packing(block_tokens // ratio) if packing else None
+    return Engine(geometry, heads, GroupCopier(geometry, heads, stacks), caches, tables, cells)
 
 
 def value(geometry: GroupGeometry, layer: int, row: int, head: int, token: int, channel: int) -> float:
@@ -87,11 +93,53 @@ def fill(one: Engine, tokens: Sequence[int]) -> None:
             at = one.tables[group][block] * ratio + slot // per_block
             for head in range(one.heads.count):
                 values = [
-                    value(one.geometry, layer, row, one.heads.first + head, token, channel)
+                    [value(one.geometry, layer, row, one.heads.first + head, token, channel) for channel in range(dim)]
                     for row, dim in enumerate(one.geometry.row_dims)
-                    for channel in range(dim)
                 ]
-                cache[at, head, slot % per_block] = torch.tensor(values, dtype=cache.dtype)
+                if one.cells is None:
+                    cache[at, head, slot % per_block] = torch.tensor([*chain(*values)], dtype=cache.dtype)
+                else:
+                    put(cache[at, head].view(-1), one.cells, slot % per_block, values)
+
+
+def put(cell: torch.Tensor, rows: Sequence[CellRow], token: int, values: list[list[float]]) -> None:
+    """One token's rows into a packed cell, by the definition of its factors."""
+    for row, channels in zip(rows, values, strict=True):
+        for channel, number in enumerate(channels):
+            cell[row.offset + place(row.tokens, token) + place(row.channels, channel)] = number
+
+
+def place(factors: Sequence[tuple[int, int]], index: int) -> int:
+    """The offset of the index-th of nested loops."""
+    offset = 0
+    for count, stride in reversed(factors):
+        offset += index % count * stride
+        index //= count
+    return offset
+
+
+def turned(dim: int) -> Packing:
+    """K as [channels, tokens], V as [tokens, channels], as vLLM's CPU kernels like it."""
+    return lambda n: (CellRow(0, ((n, 1),), ((dim, n),)), CellRow(n * dim, ((n, dim),), ((dim, 1),)))
+
+
+def pairs(dim: int) -> Packing:
+    """K as [channels / 2, tokens, 2 channels], V as [tokens / 2, channels, 2 tokens]."""
+    return lambda n: (
+        CellRow(0, ((n, 2),), ((dim // 2, 2 * n), (2, 1))),
+        CellRow(n * dim, ((n // 2, 2 * dim), (2, 1)), ((dim, 2),)),
+    )
+
+
+def tiles(dim: int) -> Packing:
+    """Both in tiles of 8 tokens, whose order is turned round in K."""
+    return lambda n: (
+        CellRow(0, ((2, 8 * dim), (n // 16, 16 * dim), (8, 1)), ((dim, 8),)),
+        CellRow(n * dim, ((n // 8, 8 * dim), (8, 1)), ((dim, 8),)),
+    )
+
+
+PACKINGS = {"turned": turned, "pairs": pairs, "tiles": tiles}
 
 
 def canonical(geometry: GroupGeometry, start: int, end: int) -> bytes:
@@ -138,6 +186,7 @@ def test_what_one_engine_stores_another_one_has_after_a_load_and_no_other_byte_c
 ) -> None:
     if block_tokens % ratio:
         ratio = 1
+    first -= first % math.gcd(block_tokens // ratio, MATCH_UNIT)  # where an engine's own hit may end
     writer = engine(FULL, block_tokens=32, seed=seed)
     # Few enough blocks for a request of single tokens.
     tokens = min(2 * CHUNK, (BLOCKS - 1) * block_tokens) // MATCH_UNIT * MATCH_UNIT
@@ -157,6 +206,42 @@ def test_what_one_engine_stores_another_one_has_after_a_load_and_no_other_byte_c
             reader.copier.load(memoryview(payload), start, max(first, start), last, reader.tables)
     for name, cache in wanted.caches.items():
         assert torch.equal(reader.caches[name], cache)
+
+
+@pytest.mark.parametrize("packed", sorted(PACKINGS))
+@pytest.mark.parametrize("block_tokens", [32, 64])
+def test_cells_may_be_packed(packed: str, block_tokens: int) -> None:
+    one = engine(FULL, block_tokens=block_tokens, packed=packed)
+    fill(one, range(2 * CHUNK))
+    payload = stored(one, CHUNK, 2 * CHUNK)
+    assert payload == canonical(FULL, CHUNK, 2 * CHUNK)
+    reader, wanted = (engine(FULL, block_tokens=block_tokens, packed=packed, seed=2) for _ in range(2))
+    fill(wanted, range(CHUNK, CHUNK + 48))
+    reader.copier.load(memoryview(payload), CHUNK, CHUNK, CHUNK + 48, reader.tables)
+    assert all(torch.equal(reader.caches[name], cache) for name, cache in wanted.caches.items())
+
+
+@pytest.mark.parametrize("packed", sorted(PACKINGS))
+def test_a_packing_is_learned_from_where_things_are(packed: str) -> None:
+    for row in PACKINGS[packed](6)(32):
+        places = [
+            [row.offset + place(row.tokens, token) + place(row.channels, channel) for channel in range(6)]
+            for token in range(32)
+        ]
+        learned = learned_row(places)
+        for token, line in enumerate(places):
+            for channel, at in enumerate(line):
+                assert learned.offset + place(learned.tokens, token) + place(learned.channels, channel) == at
+
+
+def test_a_packing_that_can_not_be_followed_is_refused() -> None:
+    shuffled = [[token * 4 + (channel + token) % 4 for channel in range(4)] for token in range(32)]
+    with pytest.raises(ConfigError, match="can't follow"):
+        learned_row(shuffled)
+    with pytest.raises(ConfigError, match="can't follow"):
+        learned_row([[0], [1], [5], [2]])
+    with pytest.raises(ConfigError, match="can't follow"):
+        cut_units(CellRow(0, ((2, 24), (24, 1)), ((1, 1),)), 16)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -187,11 +272,11 @@ def test_a_hole_in_the_table_is_refused_and_not_touched() -> None:
 def test_layers_at_equal_distances_are_copied_together() -> None:
     one = engine(FULL, block_tokens=16)
     two = engine(FULL, block_tokens=16, groups=2)
-    stacks = [stack for copier in (one.copier, two.copier) for stack in copier._stacks]
-    assert [len(stack.stacks) for stack in stacks] == [1, 1, 1]
+    stacks = [stack for copier in (one.copier, two.copier) for stack in copier.stacks]
+    assert [len(stack.rows) for stack in stacks] == [1, 1, 1]
     caches = {f"l{layer}": torch.zeros(BLOCKS, 4, 16, 12) for layer in range(3)}
     apart = LayerStack(Part(0, 0, 16, ("l0", "l1", "l2"), (0, 1, 2)), caches, BLOCKS, FULL)
-    assert len(apart.stacks) == 3
+    assert len(apart.rows) == 3
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from forebay.connectors.copying import GroupCopier, LayerStack
-from forebay.connectors.grouping import Grouping
 from forebay.connectors.link import StoreLink
 from forebay.connectors.moving import Done, Mover
 from forebay.connectors.orders import Orders
@@ -19,6 +18,7 @@ from forebay.connectors.settings import Settings
 from forebay.connectors.vllm.guard import guarded_errors
 from forebay.connectors.vllm.metrics import COUNTS, GAUGES, Differences, ForebayStats
 from forebay.connectors.vllm.model import grouping_of
+from forebay.connectors.vllm.packing import packing_of
 from forebay.kvstore.geometry import GroupGeometry
 from forebay.kvstore.layout.ownership import HeadPart, split_heads
 
@@ -30,6 +30,7 @@ class WorkerSide:
 
     def __init__(self, config: VllmConfig, caches: KVCacheConfig, settings: Settings, group: bytes) -> None:
         self._settings = settings
+        self._config = config
         self._caches = caches
         self._ranks = config.parallel_config.tensor_parallel_size
         self._grouping = grouping_of(config, caches)
@@ -44,7 +45,7 @@ class WorkerSide:
         grouping = self._grouping
         heads = [_heads(geometry, rank, self._ranks) for geometry in grouping.geometries]
         copiers = [
-            GroupCopier(geometry, part, stacks_of(grouping, group, caches, self._caches.num_blocks))
+            GroupCopier(geometry, part, self._stacks(group, caches))
             for group, (geometry, part) in enumerate(zip(grouping.geometries, heads, strict=True))
         ]
         self._mover = Mover(
@@ -58,6 +59,15 @@ class WorkerSide:
         )
         self._link.start()
         log.info("%d cache groups of %d layers in all", len(copiers), len(caches))
+
+    def _stacks(self, group: int, caches: dict[str, Tensor]) -> list[LayerStack]:
+        """The caches of one of our groups."""
+        geometry = self._grouping.geometries[group]
+        return [
+            LayerStack(part, caches, self._caches.num_blocks, geometry, packing_of(self._config, part, geometry))
+            for part in self._grouping.parts
+            if part.group == group
+        ]
 
     def begin(self, orders: Orders) -> None:
         """Before the forward."""
@@ -92,12 +102,6 @@ class WorkerSide:
         now.update({f"rank.errors.{name}": count for name, count in guarded_errors.items()})
         gauges = {f"rank.{name}": value for name, value in self._mover.gauges().items()}
         return ForebayStats({COUNTS: self._differences.since(now), GAUGES: gauges})
-
-
-def stacks_of(grouping: Grouping, group: int, caches: dict[str, Tensor], blocks: int) -> list[LayerStack]:
-    """The caches of one of our groups."""
-    geometry = grouping.geometries[group]
-    return [LayerStack(part, caches, blocks, geometry) for part in grouping.parts if part.group == group]
 
 
 def _replicas(geometry: GroupGeometry, ranks: int) -> int:
