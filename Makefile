@@ -3,6 +3,8 @@
 
 PYTHON ?= python3
 PORT ?= 8000
+# Test files that run at a time, each in a process of its own.
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt
@@ -28,7 +30,7 @@ serve: $(VENV)/.made-demo ## serve Gemma 3 270M on PORT (8000), with its cache i
 	@exec $(BIN)/forebay serve --demo --port $(PORT)
 
 test: $(VENV)/.made-test ## run the tests
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
 lint: $(VENV)/.made-test ## style
 	@$(BIN)/ruff check .
