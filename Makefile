@@ -30,7 +30,10 @@ serve: $(VENV)/.made-demo ## serve Gemma 3 270M on PORT (8000), with its cache i
 	@exec $(BIN)/forebay serve --demo --port $(PORT)
 
 test: $(VENV)/.made-test ## run the tests
-	@$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+	@status=0; \
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not alone" || status=$$?; \
+	$(BIN)/python -m pytest -q -m alone || status=$$?; \
+	exit $$status
 
 lint: $(VENV)/.made-test ## style
 	@$(BIN)/ruff check .

@@ -31,7 +31,7 @@ CHUNK, WINDOW, OUTPUT = 256, 512, 8
 CLOSE = 1e-4
 FRANCE = " the capital of the country of France. It is the largest city in France and the second largest city"
 
-pytestmark = pytest.mark.timeout(300 + 60 * COUNT)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(300 + 60 * COUNT)]
 
 
 def prompts() -> list[list[int]]:

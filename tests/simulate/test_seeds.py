@@ -36,6 +36,7 @@ def started(first: int, seeds: int) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(max(900, SEEDS))
 def test_nothing_goes_wrong_in_the_seeds_and_every_kind_of_fault_happens_in_them() -> None:
     shares = max(1, min(os.cpu_count() or 1, 4))
