@@ -12,13 +12,17 @@ from torch import Tensor
 
 from forebay.kernels.batch import BLOCK_TOKENS, Batch
 
-GroupKind = Literal["full", "window"]
+GroupKind = Literal["full", "window", "latent"]
 RopeValue = str | int | float | bool | None
 
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers that share one cache geometry. `window` counts the positions that a query sees, itself included."""
+    """Layers that share one cache geometry.
+
+    `window` counts the positions that a query sees, itself included. A group of kind "latent" has one row of
+    `head_dim` values a token, for all heads and as key and value at once; its `kv_heads` is 1.
+    """
 
     name: str
     kind: GroupKind
@@ -28,12 +32,17 @@ class KVGroup:
     window: int | None = None
 
     def pool_shape(self, num_blocks: int) -> tuple[int, int, int, int, int, int]:
-        """Shape of this group's KV pool: [num_blocks, layers, 2, kv_heads, 16, head_dim]."""
-        return (num_blocks, len(self.layers), 2, self.kv_heads, BLOCK_TOKENS, self.head_dim)
+        """Shape of this group's KV pool: [num_blocks, layers, 2 (1 for latents), kv_heads, 16, head_dim]."""
+        return (num_blocks, len(self.layers), self.planes, self.kv_heads, BLOCK_TOKENS, self.head_dim)
+
+    @property
+    def planes(self) -> int:
+        """Rows of one token and head: K and V, or one latent."""
+        return 1 if self.kind == "latent" else 2
 
     def granule_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one block."""
-        return len(self.layers) * 2 * self.kv_heads * BLOCK_TOKENS * self.head_dim * dtype.itemsize
+        return len(self.layers) * self.planes * self.kv_heads * BLOCK_TOKENS * self.head_dim * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

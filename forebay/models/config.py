@@ -8,7 +8,6 @@ from typing import Any
 
 from forebay.models.errors import CheckpointBroken, UnsupportedArchitecture
 from forebay.models.json_file import read_json
-from forebay.models.layers import Llama3Scaling, Rope
 
 CONFIG_FILE = "config.json"
 
@@ -83,37 +82,3 @@ class Config:
 def read_config(directory: Path) -> Config:
     """The configuration of the checkpoint in `directory`."""
     return Config(read_json(directory / CONFIG_FILE), directory / CONFIG_FILE)
-
-
-def read_rope(config: Config, dim: int, *, theta: float, settings: Config | None = None) -> Rope:
-    """Rotary settings, from `rope_parameters` (or `settings`), else from `rope_theta` and `rope_scaling`.
-
-    `theta` is the default base.
-    """
-    if settings is None:
-        settings = config.section("rope_parameters")
-    scaling = settings if "rope_type" in settings else config.section("rope_scaling")
-    base = settings.number("rope_theta", config.number("rope_theta", theta))
-    if settings.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise config.unsupported("a rotation of only some dimensions is not supported")
-    kind = scaling.text("rope_type", scaling.text("type", "default"))
-    if kind == "default":
-        return Rope(base, dim)
-    if kind == "linear":
-        return Rope(base, dim, linear=scaling.number("factor"))
-    if kind == "llama3":
-        stretch = Llama3Scaling(
-            factor=scaling.number("factor"),
-            low_freq_factor=scaling.number("low_freq_factor"),
-            high_freq_factor=scaling.number("high_freq_factor"),
-            original_context=scaling.size("original_max_position_embeddings"),
-        )
-        if stretch.high_freq_factor <= stretch.low_freq_factor:
-            raise config.broken("high_freq_factor must be above low_freq_factor")
-        return Rope(base, dim, llama3=stretch)
-    if kind == "factors":
-        factors = scaling.get("factors")
-        if not isinstance(factors, list) or len(factors) != dim // 2:
-            raise config.broken(f"factors must be a list of {dim // 2} numbers")
-        return Rope(base, dim, factors=tuple(float(factor) for factor in factors))
-    raise config.unsupported(f"rotary scaling of type {kind!r} is not supported")

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from forebay.kernels.batch import Batch
 from forebay.models.base import CausalLM, KVGroup, ModelInfo
-from forebay.models.config import Config, read_rope
-from forebay.models.layers import Attention, Decoder, GatedMLP, HeadNorm, Linear, RMSNorm, Rope
+from forebay.models.config import Config
+from forebay.models.layers import Attention, Decoder, GatedMLP, HeadNorm, Linear, RMSNorm
+from forebay.models.rope import Rope
+from forebay.models.rope_config import read_rope
 from forebay.models.weights import Weights
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -165,7 +167,7 @@ class _Layer:
             layer=index,
             rope=shape.full_rope if group.window is None else shape.local_rope,
             scale=1.0,
-            head_norm=_head_norm(shape, at, weights),
+            qk_norm=_head_norm(shape, at, weights),
         )
         self._mlp = GatedMLP(
             weights.merged_linear({f"{at}mlp.{x}_proj": shape.ffn for x in ("gate", "up")}, hidden),
@@ -184,4 +186,4 @@ class _Layer:
 def _head_norm(shape: Gemma3Shape, at: str, weights: Weights) -> HeadNorm:
     """The scale of the scores goes into the queries' norm: a rotation keeps it, and it costs nothing there."""
     q, k = (weights.exact(f"{at}self_attn.{x}_norm.weight", shape.head_dim) + 1 for x in "qk")
-    return HeadNorm.of(q * shape.scale, k, shape.heads, shape.kv_heads, shape.eps)
+    return HeadNorm(q * shape.scale, k, shape.heads, shape.kv_heads, shape.eps)

@@ -6,9 +6,7 @@ matrices in the model's dtype.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Literal, Protocol
 
@@ -19,7 +17,8 @@ from torch import Tensor
 from forebay.kernels.attention import paged_attention
 from forebay.kernels.batch import Batch
 from forebay.kernels.cache import slot_rows, write_rows
-from forebay.models.base import CausalLM, KVGroup, ModelInfo, RopeValue
+from forebay.models.base import CausalLM, KVGroup, ModelInfo
+from forebay.models.rope import Rope, rotate
 
 PACK_ROWS = 16
 """Batch size that packed weights are laid out for. Measured: good from 1 row to 1,024."""
@@ -110,97 +109,42 @@ class RMSNorm:
         return hidden.addcmul_(normalise(x.to(self._weight.dtype), self._eps), self._weight)
 
 
-# --- rotary positions ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3Scaling:
-    """Llama 3.1's stretch of the slow frequencies."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_context: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """One set of rotary frequencies. `linear` divides all of them, `factors` each by its own."""
-
-    theta: float
-    dim: int
-    linear: float = 1.0
-    llama3: Llama3Scaling | None = None
-    factors: tuple[float, ...] = ()
-
-    def frequencies(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """[dim / 2], in radians a token."""
-        steps = torch.arange(0, self.dim, 2, dtype=torch.int64).to(dtype) / self.dim
-        frequencies = 1.0 / (self.theta**steps)
-        if self.llama3 is not None:
-            frequencies = _stretch(frequencies, self.llama3)
-        if self.factors:
-            frequencies = frequencies / torch.tensor(self.factors, dtype=dtype)
-        return (frequencies / self.linear).to(device)
-
-    def describe(self, name: str) -> dict[str, RopeValue]:
-        """Everything that changes the rotated keys, as plain values under `name`."""
-        found: dict[str, RopeValue] = {f"{name}.theta": self.theta, f"{name}.dim": self.dim}
-        if self.linear != 1.0:
-            found[f"{name}.linear"] = self.linear
-        if self.llama3 is not None:
-            found[f"{name}.llama3"] = repr(self.llama3)
-        if self.factors:
-            found[f"{name}.factors"] = repr(self.factors)
-        return found
-
-    def angles(self, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos [T, 1, dim] and sin [T, 1, dim / 2] of the batch's positions, once a batch."""
-        return batch.once(("rope", self, dtype), lambda: self._angles(batch.positions, dtype))
-
-    def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        angles = torch.outer(positions.to(dtype), self.frequencies(dtype, positions.device))
-        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-        return torch.cat((cos, cos), dim=-1), sin
-
-
-def _stretch(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
-    turns = scaling.original_context * frequencies / (2 * math.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (keep + (1 - keep) / scaling.factor)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + dim / 2) of x [T, heads, dim], a new tensor of the same dtype."""
-    out = x * cos
-    (left, right), (out_left, out_right) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
-    out_left.addcmul_(right, sin, value=-1)
-    out_right.addcmul_(left, sin)
-    return out
-
-
 # --- attention -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
 class HeadNorm:
-    """RMS norm of every query and key head. `weight` [heads + kv_heads, head_dim]; `eps` []."""
+    """RMS norm of every query and key head by itself."""
 
-    weight: Tensor
-    eps: Tensor
+    def __init__(self, q: Tensor, k: Tensor, heads: int, kv_heads: int, eps: float) -> None:
+        """`q` and `k` [head_dim] are the weights of all query heads and of all key heads."""
+        self._weight = torch.cat((q.expand(heads, -1), k.expand(kv_heads, -1)))
+        self._eps = torch.full_like(q[0], eps)
 
-    @classmethod
-    def of(cls, q: Tensor, k: Tensor, heads: int, kv_heads: int, eps: float) -> HeadNorm:
-        """From the weights [head_dim] of all query heads and of all key heads."""
-        weight = torch.cat((q.expand(heads, -1), k.expand(kv_heads, -1)))
-        return cls(weight, torch.full_like(q[0], eps))
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, heads + kv_heads, head_dim], query heads first."""
+        return normalise(x, self._eps).mul_(self._weight)
+
+
+class WholeNorm:
+    """One RMS norm over all query heads together, and one over all key heads."""
+
+    def __init__(self, q: Tensor, k: Tensor, heads: int, eps: float) -> None:
+        """`q` [heads * head_dim] and `k` [kv_heads * head_dim] are their weights."""
+        self._q, self._k, self._heads = q, k, heads
+        self._eps = torch.full_like(q[0], eps)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, heads + kv_heads, head_dim], query heads first."""
+        q, k = x[:, : self._heads].flatten(1), x[:, self._heads :].flatten(1)
+        both = (normalise(q, self._eps).mul_(self._q), normalise(k, self._eps).mul_(self._k))
+        return torch.cat(both, dim=1).view(x.shape)
 
 
 class Attention:
     """Projections, rotation, cache write and attention of one layer.
 
-    `qkv` maps hidden to [q heads, k heads, v heads] in one product.
+    `qkv` maps hidden to [q heads, k heads, v heads] in one product. `qk_norm` takes and gives the query and key heads.
+    `sinks` [heads] are scores of a position without a value.
     """
 
     def __init__(
@@ -213,12 +157,13 @@ class Attention:
         layer: int,
         rope: Rope,
         scale: float,
-        head_norm: HeadNorm | None = None,
+        qk_norm: Callable[[Tensor], Tensor] | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         self._qkv, self._out = qkv, out
         self._heads, self._group = heads, group
         self._layer_in_group = group.layers.index(layer)
-        self._rope, self._scale, self._head_norm = rope, scale, head_norm
+        self._rope, self._scale, self._qk_norm, self._sinks = rope, scale, qk_norm, sinks
 
     def __call__(self, x: Tensor, batch: Batch, kv: Mapping[str, Tensor], keep: Tensor | None = None) -> Tensor:
         """x [T, hidden] -> [T, hidden], or only the rows `keep`. Writes this layer's K and V into the pool."""
@@ -227,8 +172,8 @@ class Attention:
         qkv = self._qkv(x).view(x.shape[0], -1, group.head_dim)
         exact = accumulate_dtype(x.dtype)
         turning = qkv[:, :rotated].to(exact)
-        if self._head_norm is not None:
-            turning = normalise(turning, self._head_norm.eps).mul_(self._head_norm.weight)
+        if self._qk_norm is not None:
+            turning = self._qk_norm(turning)
         # In place of the unrotated vectors: so K and V stay side by side for one write.
         qkv[:, :rotated].copy_(rotate(turning, *self._rope.angles(batch, exact)))
         pool = kv[group.name]
@@ -244,6 +189,7 @@ class Attention:
             group.name,
             scale=self._scale,
             window=group.window,
+            sinks=self._sinks,
         )
         mixed = mixed.view(x.shape[0], -1)
         return self._out(mixed if keep is None else mixed.index_select(0, keep))
@@ -259,6 +205,37 @@ class Layer(Protocol):
     """
 
     def __call__(self, hidden: Tensor, batch: Batch, kv: Mapping[str, Tensor], keep: Tensor | None) -> Tensor: ...
+
+
+class Mixer(Protocol):
+    """What mixes positions: `Attention`, or another that is called like it."""
+
+    def __call__(self, x: Tensor, batch: Batch, kv: Mapping[str, Tensor], keep: Tensor | None = None) -> Tensor: ...
+
+
+class PreNormLayer:
+    """hidden + attention(norm(hidden)), and then the same with the MLP: what most families do."""
+
+    def __init__(
+        self,
+        *,
+        attention_norm: RMSNorm,
+        attention: Mixer,
+        mlp_norm: RMSNorm,
+        mlp: Callable[[Tensor], Tensor],
+        dtype: torch.dtype,
+    ) -> None:
+        self._attention_norm, self._attention = attention_norm, attention
+        self._mlp_norm, self._mlp = mlp_norm, mlp
+        self._dtype = dtype
+
+    def __call__(self, hidden: Tensor, batch: Batch, kv: Mapping[str, Tensor], keep: Tensor | None) -> Tensor:
+        mixed = self._attention(self._attention_norm(hidden).to(self._dtype), batch, kv, keep)
+        hidden = hidden if keep is None else hidden.index_select(0, keep)
+        hidden.add_(mixed)
+        if not len(hidden):
+            return hidden
+        return hidden.add_(self._mlp(self._mlp_norm(hidden).to(self._dtype)))
 
 
 class Decoder(CausalLM):

@@ -10,7 +10,6 @@ from forebay.models.config import Config
 from forebay.models.errors import UnsupportedArchitecture
 from forebay.models.gemma3 import build_gemma3, gemma3_info
 from forebay.models.llama import build_llama, llama_info
-from forebay.models.qwen3 import build_qwen3, qwen3_info
 from forebay.models.weights import Weights
 
 
@@ -26,7 +25,7 @@ _LLAMA = Family(llama_info, build_llama)
 FAMILIES = {
     "llama": _LLAMA,
     "qwen2": _LLAMA,
-    "qwen3": Family(qwen3_info, build_qwen3),
+    "qwen3": _LLAMA,
     "gemma3_text": Family(gemma3_info, build_gemma3),
 }
 

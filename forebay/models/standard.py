@@ -1,0 +1,167 @@
+"""What most families share: heads over K and V, a pre-norm layer, embedding and head around the layers.
+
+A family's file says what its configuration means and which of these parts it is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from forebay.models.base import KVGroup, ModelInfo, RopeValue
+from forebay.models.config import Config
+from forebay.models.layers import (
+    Attention,
+    Decoder,
+    GatedMLP,
+    HeadNorm,
+    Layer,
+    Linear,
+    Mixer,
+    PreNormLayer,
+    RMSNorm,
+    WholeNorm,
+)
+from forebay.models.rope import Rope
+from forebay.models.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Heads of one attention layer. `qk_norm`: none, of every head by itself, or of all heads together."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    rope: Rope
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: Literal["none", "head", "whole"] = "none"
+
+    def group(self, layers: Iterable[int], window: int | None = None) -> KVGroup:
+        """The cache group of these layers: "full", or "window" if they have one."""
+        kind: Literal["full", "window"] = "full" if window is None else "window"
+        return KVGroup(kind, kind, tuple(layers), self.kv_heads, self.head_dim, window)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSizes:
+    """`hidden`, `heads`, `kv_heads`, `head_dim` of a configuration, fitting together."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+def read_heads(config: Config, head_dim: int | None = None) -> HeadSizes:
+    """Sizes by their usual names. `head_dim` is the family's default, else it is hidden / heads."""
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    kv_heads = config.size("num_key_value_heads", heads)
+    dim = config.size("head_dim", head_dim or max(1, hidden // heads))
+    if heads % kv_heads or dim % 2:
+        raise config.broken(f"{heads} heads, {kv_heads} KV heads of {dim} don't fit together")
+    return HeadSizes(hidden, heads, kv_heads, dim)
+
+
+def refuse_settings(config: Config, *, act: str = "silu", **refused: bool) -> None:
+    """Raise UnsupportedArchitecture for another activation than `act`, and for flags that are not as given here."""
+    if config.text("hidden_act", act) != act:
+        raise config.unsupported(f"activation {config.get('hidden_act')!r} is not supported")
+    for name, wanted in refused.items():
+        if config.flag(name, wanted) is not wanted:
+            raise config.unsupported(f"{name} = {str(not wanted).lower()} is not supported in this family")
+
+
+def read_info(
+    config: Config, family: str, groups: Iterable[KVGroup], rope: Mapping[str, RopeValue], max_context: int
+) -> ModelInfo:
+    """Facts, most of them by their usual names."""
+    return ModelInfo(
+        family=family,
+        vocab_size=config.size("vocab_size"),
+        hidden_size=config.size("hidden_size"),
+        num_layers=config.size("num_hidden_layers"),
+        max_context=max_context,
+        kv_groups=tuple(groups),
+        rope=rope,
+        bos_id=next(iter(config.token_ids("bos_token_id")), None),
+        eos_ids=config.token_ids("eos_token_id"),
+    )
+
+
+def build_attention(
+    shape: AttentionShape, group: KVGroup, index: int, weights: Weights, *, sinks: Tensor | None = None
+) -> Attention:
+    """The attention of layer `index`, which is one of `group`."""
+    at = f"layers.{index}.self_attn."
+    q_size, kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    return Attention(
+        qkv=weights.merged_linear(
+            {f"{at}{x}_proj": q_size if x == "q" else kv_size for x in "qkv"}, shape.hidden, bias=shape.qkv_bias
+        ),
+        out=weights.linear(f"{at}o_proj", shape.hidden, q_size, bias=shape.out_bias),
+        heads=shape.heads,
+        group=group,
+        layer=index,
+        rope=shape.rope,
+        scale=shape.head_dim**-0.5,
+        qk_norm=_qk_norm(shape, at, weights),
+        sinks=sinks,
+    )
+
+
+def _qk_norm(shape: AttentionShape, at: str, weights: Weights) -> HeadNorm | WholeNorm | None:
+    if shape.qk_norm == "none":
+        return None
+    if shape.qk_norm == "head":
+        q, k = (weights.exact(f"{at}{x}_norm.weight", shape.head_dim) for x in "qk")
+        return HeadNorm(q, k, shape.heads, shape.kv_heads, shape.eps)
+    q = weights.exact(f"{at}q_norm.weight", shape.heads * shape.head_dim)
+    k = weights.exact(f"{at}k_norm.weight", shape.kv_heads * shape.head_dim)
+    return WholeNorm(q, k, shape.heads, shape.eps)
+
+
+def dense_mlp(weights: Weights, at: str, hidden: int, ffn: int, *, bias: bool = False) -> GatedMLP:
+    """gate, up and down projections under the name `at`, with SiLU."""
+    return GatedMLP(
+        weights.merged_linear({f"{at}.{x}_proj": ffn for x in ("gate", "up")}, hidden, bias=bias),
+        weights.linear(f"{at}.down_proj", hidden, ffn, bias=bias),
+        act="silu",
+    )
+
+
+def pre_norm_layer(
+    weights: Weights, index: int, hidden: int, eps: float, *, attention: Mixer, mlp: Callable[[Tensor], Tensor]
+) -> PreNormLayer:
+    """Layer `index` with its two norms."""
+    at = f"layers.{index}."
+    return PreNormLayer(
+        attention_norm=RMSNorm(weights.exact(f"{at}input_layernorm.weight", hidden), eps),
+        attention=attention,
+        mlp_norm=RMSNorm(weights.exact(f"{at}post_attention_layernorm.weight", hidden), eps),
+        mlp=mlp,
+        dtype=weights.dtype,
+    )
+
+
+def build_decoder(
+    config: Config, info: ModelInfo, weights: Weights, eps: float, layer: Callable[[int], Layer]
+) -> Decoder:
+    """The whole model; `layer` builds one. The head is the embedding if the configuration ties them, or if there is
+    no other."""
+    embedding = weights.take("embed_tokens.weight", info.vocab_size, info.hidden_size)
+    tied = config.flag("tie_word_embeddings", False) or "lm_head.weight" not in weights
+    head = embedding if tied else weights.take("lm_head.weight", info.vocab_size, info.hidden_size)
+    return Decoder(
+        info,
+        embedding=embedding,
+        layers=[layer(index) for index in range(info.num_layers)],
+        norm=RMSNorm(weights.exact("norm.weight", info.hidden_size), eps),
+        head=Linear(head),
+    )
