@@ -20,6 +20,7 @@ from forebay.connectors.questions import Answer, Question
 from forebay.errors import ForebayError, RequestRefused, StoreError
 from forebay.kvstore.client import AsyncStoreClient
 from forebay.kvstore.identity import Namespace
+from forebay.kvstore.protocol import Stats
 
 BACKOFF_S = (0.2, 2.0)
 """First and longest pause between attempts to connect."""
@@ -37,9 +38,19 @@ log = logging.getLogger(__name__)
 
 
 class StoreLink:
-    """`name` is the thread's; `group` what processes of one engine have in common. Call `start` once, `stop` once."""
+    """`name` is the thread's; `group` what processes of one engine have in common. `introduced` is told, on the thread,
+    what the store says of itself, each time that it has been made to know a namespace. Call `start` once, `stop` once.
+    """
 
-    def __init__(self, address: str, *, name: str, group: bytes, label: str = "") -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        name: str,
+        group: bytes,
+        label: str = "",
+        introduced: Callable[[bytes, Stats], None] | None = None,
+    ) -> None:
         self.client = AsyncStoreClient(address, kind="worker", group=group)
         self.room_lock = threading.Lock()
         """Held while bytes are written into the pool."""
@@ -48,6 +59,7 @@ class StoreLink:
         self.connects = 0
         self.losses = 0
         self._label = label
+        self._introduced = introduced
         self._namespace: Namespace | None = None
         self._known: bytes = b""
         self._boot = b""
@@ -201,6 +213,8 @@ class StoreLink:
         if namespace is not None and namespace.id != self._known:
             self._known = await self.client.register(namespace, self._label)
             self._boot = self.client.boot
+            if self._introduced is not None:
+                self._introduced(self._known, await self.client.stats())
 
     async def _watch(self) -> None:
         """Until the connection is lost, or we are told to stop."""

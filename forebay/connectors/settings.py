@@ -20,7 +20,7 @@ class Settings:
     take to promote, `patience_ms` how long a scheduling step may wait for an answer from memory in all, `store_wait_ms`
     how long a step waits for room that it asked for before its forward. `queue_bytes` caps what waits to be hashed and
     committed, `requests_max` the requests that are followed at once. `cache_dir` keeps fingerprints of weights.
-    `events` is the store's event endpoint, for routers that only hear this engine.
+    With `events` the engine tells the store's events about this model as well, for routers that hear only engines.
     """
 
     store: str
@@ -29,7 +29,7 @@ class Settings:
     salt_file: str = ""
     label: str = ""
     cache_dir: str = ""
-    events: str = ""
+    events: bool = False
     lookup_deadline_ms: int = 2000
     patience_ms: float = 2.0
     store_wait_ms: float = 2.0
@@ -58,12 +58,15 @@ class Settings:
 def _check(name: str, value: Any, wanted: str) -> None:
     if wanted == "str":
         right = isinstance(value, str)
+    elif wanted == "bool":
+        right = isinstance(value, bool)
     elif wanted == "int":
         right = isinstance(value, int) and not isinstance(value, bool) and value > 0
     else:
         right = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
     if not right:
-        what = {"str": "a string", "int": "a positive whole number"}.get(wanted, "a number of at least 0")
+        kinds = {"str": "a string", "bool": "true or false", "int": "a positive whole number"}
+        what = kinds.get(wanted, "a number of at least 0")
         raise ConfigError(f"kv_connector_extra_config: {name} must be {what}, found {value!r}")
 
 

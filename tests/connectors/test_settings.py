@@ -27,6 +27,7 @@ def test_the_address_alone_is_enough() -> None:
         (STORE | {"chunk_tokens": True}, "chunk_tokens"),
         (STORE | {"chunk_tokens": 0}, "chunk_tokens"),
         (STORE | {"patience_ms": -1}, "patience_ms"),
+        (STORE | {"events": "yes"}, "events"),
         (STORE | {"stroe": "x"}, "stroe"),
         (STORE | {"salt_secret": "x"}, "salt_secret"),
         (STORE | {"salt_file": "/nowhere/at/all"}, "salt_file"),

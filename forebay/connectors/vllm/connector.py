@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -107,6 +108,11 @@ class ForebayConnector(KVConnectorBase_V1, SupportsHMA):
         """A request has ended."""
         assert self._scheduler is not None
         return self._scheduler.finished(request, tuple(tuple(table) for table in block_ids)), None
+
+    @guarded(list)
+    def take_events(self) -> Iterable[Any]:
+        """The store's events about this model."""
+        return self._scheduler.events() if self._scheduler is not None else []
 
     @guarded(lambda: False)
     def reset_cache(self) -> bool | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 from vllm.config import VllmConfig
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from forebay.connectors.adapters import Adapters
@@ -22,13 +23,16 @@ from forebay.connectors.keys import Input, RequestKeys, extra_of, salt_of
 from forebay.connectors.link import StoreLink
 from forebay.connectors.orders import Orders, Tables
 from forebay.connectors.questions import Question
+from forebay.connectors.relay import Relay, stream_of
 from forebay.connectors.settings import Settings
 from forebay.connectors.tracking import Tracked, Tracker
+from forebay.connectors.vllm.events import as_vllm
 from forebay.connectors.vllm.guard import guarded, guarded_errors, nothing
 from forebay.connectors.vllm.metrics import COUNTS, GAUGES, Differences, ForebayStats
 from forebay.connectors.vllm.model import grouping_of, namespace_of
 from forebay.errors import ForebayError
 from forebay.kvstore.identity import encode_namespace
+from forebay.kvstore.protocol import Stats
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +69,11 @@ class SchedulerSide:
         self._loads = config.kv_transfer_config.is_kv_consumer
         self._stores = config.kv_transfer_config.is_kv_producer
         self._grouping = grouping_of(config, caches)
-        self._link = StoreLink(settings.store, name="forebay-lookups", group=group, label=settings.label)
+        self._relay = Relay() if settings.events else None
+        self._link = StoreLink(
+            settings.store, name="forebay-lookups", group=group, label=settings.label,
+            introduced=self._introduced if settings.events else None,
+        )  # fmt: skip
         self._tracker: Tracker | None = None
         self._encoded = b""
         self._adapters = Adapters()
@@ -95,6 +103,18 @@ class SchedulerSide:
         self._link.use(namespace)
         self._tracker = tracker
         log.info("chunks of this model are shared in namespace %s", namespace.id.hex()[:16])
+
+    def _introduced(self, namespace: bytes, stats: Stats) -> None:
+        """The store has said where its events are."""
+        stream = stream_of(namespace, stats.namespaces, stats.info)
+        if stream is None:
+            log.warning("the store has no event stream of this model: start it with --events")
+        if self._relay is not None:
+            self._relay.listen(stream)
+
+    def events(self) -> list[KVCacheEvent]:
+        """The store's, since the last time."""
+        return as_vllm(self._relay.take()) if self._relay is not None else []
 
     # --- a request comes -------------------------------------------------------------------------------
 
@@ -211,6 +231,8 @@ class SchedulerSide:
     def shutdown(self) -> None:
         """vLLM ends."""
         self._reader.shutdown(wait=False, cancel_futures=True)
+        if self._relay is not None:
+            self._relay.close()
         self._link.stop()
 
     def statistics(self) -> ForebayStats | None:
@@ -220,10 +242,13 @@ class SchedulerSide:
         now = Counter(self._tracker.counters)
         now.update({f"errors.{name}": count for name, count in guarded_errors.items()})
         now.update({"store.connects": self._link.connects, "store.losses": self._link.losses})
+        if self._relay is not None:
+            now["events.lost"] = self._relay.lost
         counts = self._differences.since(now)
         gauges = self._tracker.gauges() | {
             "adapters.waiting": len(self._waiting),
             "adapters.known": len(self._adapters),
+            "events.waiting": len(self._relay) if self._relay is not None else 0,
             "store.connected": int(bool(self._link.boot())),
         }
         return ForebayStats({COUNTS: counts, GAUGES: gauges})
