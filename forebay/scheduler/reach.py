@@ -1,0 +1,91 @@
+"""How much of a prompt each worker has, and from where: holders of blocks, projected on workers.
+
+    device   blocks that the worker has on its device, from the first one on
+    near     blocks that it has in any of its own tiers or its store's, from the first one on, mixed as they are
+    far      blocks that another store has from the first one on: they would have to be moved
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from forebay.scheduler.fleet import Fleet, Numbers, Seconds
+from forebay.scheduler.index import PrefixMatch
+
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class Reach:
+    """In tokens, one entry a worker. `load_s` is what loading [device, near) takes; `source` the store (its place
+    in the fleet) that has [0, far), -1 where near is as much or no other store has any."""
+
+    device: Numbers
+    near: Numbers
+    far: Numbers
+    load_s: Seconds
+    source: Numbers
+
+
+def nothing(fleet: Fleet) -> Reach:
+    """Nobody has anything."""
+    count = len(fleet)
+    zeros = np.zeros(count, np.int64)
+    return Reach(zeros, zeros.copy(), zeros.copy(), np.zeros(count), np.full(count, -1))
+
+
+def reach_of(match: PrefixMatch, fleet: Fleet, block_tokens: int, prompt_tokens: int) -> Reach:
+    """What the fleet's workers, all with blocks of this size, have of a prompt."""
+    if not match.blocks:
+        return nothing(fleet)
+    held = _held(match.sets, fleet.nobody)
+    here = held[:, fleet.own] | held[:, fleet.shared]
+    device = _leading(here[:, :, 0], match)
+    near = _leading(np.any(here, axis=2), match)
+    every = np.arange(len(fleet))
+    seconds = fleet.load_s[every, here.argmax(2)] * block_tokens
+    spans = np.minimum(match.ends[:, None], near) - np.maximum(match.starts[:, None], device)
+    load_s = (np.maximum(spans, 0) * seconds[match.which]).sum(0)
+    far, source = _elsewhere(held, match, fleet)
+    better = far > near
+    far, source = np.where(better, far, near), np.where(better, source, -1)
+    # The last token is always computed: it is what the first answer comes from.
+    most = max(0, prompt_tokens - 1)
+    tokens = [np.minimum(blocks * block_tokens, most) for blocks in (device, near, far)]
+    return Reach(tokens[0], tokens[1], tokens[2], load_s, source)
+
+
+def leading_of(match: PrefixMatch, columns: Numbers, nobody: int) -> Numbers:
+    """For each of these holders, how many of the prompt's first blocks it has."""
+    if not match.blocks:
+        return np.zeros(columns.size, np.int64)
+    return _leading(_held(match.sets, nobody)[:, columns], match)
+
+
+def _held(sets: Sequence[npt.NDArray[np.uint16]], nobody: int) -> Flags:
+    """Which holder has the blocks of which set; the last column is nobody's."""
+    held = np.zeros((len(sets), nobody + 1), np.bool_)
+    for number, members in enumerate(sets):
+        # An owner that the fleet doesn't know yet has a higher number.
+        held[number, members if not members.size or members[-1] < nobody else members[members < nobody]] = True
+    return held
+
+
+def _leading(has: Flags, match: PrefixMatch) -> Numbers:
+    """Blocks before the first one of a set that isn't had."""
+    ends: Numbers = np.where(has, match.blocks, match.first[:, None]).min(0)
+    return ends
+
+
+def _elsewhere(held: Flags, match: PrefixMatch, fleet: Fleet) -> tuple[Numbers, Numbers]:
+    """For each worker: blocks of the best other store, and which that is."""
+    if len(fleet.stores) < 2:
+        return np.zeros(len(fleet), np.int64), np.full(len(fleet), -1)
+    lengths = _leading(np.any(held[:, fleet.kept], axis=2), match)
+    best, second = np.argsort(-lengths, kind="stable")[:2]
+    source = np.where(fleet.store_of == best, second, best)
+    return lengths[source], source
