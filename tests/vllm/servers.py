@@ -48,6 +48,7 @@ class Engine:
     policy: str = "recompute"
     port: int = 0
     process: subprocess.Popen[bytes] | None = None
+    client: httpx.Client = field(default_factory=lambda: httpx.Client(trust_env=False, timeout=300))
 
     @property
     def url(self) -> str:
@@ -95,7 +96,7 @@ class Engine:
         while time.monotonic() < until:
             assert self.process is not None and self.process.poll() is None, self.log.read_text()[-4000:]
             try:
-                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
+                if self.client.get(f"{self.url}/health", timeout=5).status_code == 200:
                     break
             except httpx.TransportError:
                 time.sleep(0.1)
@@ -112,7 +113,7 @@ class Engine:
             "model": "tiny", "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
             "logprobs": 5, "return_token_ids": True, **more,
         }  # fmt: skip
-        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=300)
+        answer = self.client.post(f"{self.url}/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         choice, usage = answer.json()["choices"][0], answer.json()["usage"]
         details = usage.get("prompt_tokens_details") or {}
@@ -121,12 +122,12 @@ class Engine:
 
     def forget_device(self) -> None:
         """Empty vLLM's own prefix cache, not the store."""
-        wait("an idle engine", lambda: httpx.post(f"{self.url}/reset_prefix_cache", timeout=30).status_code == 200)
+        wait("an idle engine", lambda: self.client.post(f"{self.url}/reset_prefix_cache").status_code == 200)
 
     def metrics(self) -> dict[str, float]:
         """All figures of /metrics, by name with labels."""
         values = {}
-        for line in httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines():
+        for line in self.client.get(f"{self.url}/metrics").text.splitlines():
             if line and not line.startswith("#"):
                 name, _, value = line.rpartition(" ")
                 values[name] = float(value)
@@ -143,6 +144,7 @@ class Engine:
 
     def stop(self) -> None:
         """End it and all of its processes."""
+        self.client.close()
         if self.process is None:
             return
         for number in (signal.SIGTERM, signal.SIGKILL):

@@ -38,7 +38,7 @@ def answers(engine: Engine, prompts: list[Prompt], tokens: int, doing: Callable[
         if impatient[place]:
             body = {"model": "tiny", "prompt": list(prompts[place]), "max_tokens": 400, "ignore_eos": True}
             with pytest.raises(httpx.TimeoutException):
-                httpx.post(f"{engine.url}/v1/completions", json=body, timeout=httpx.Timeout(30, read=0.2))
+                engine.client.post(f"{engine.url}/v1/completions", json=body, timeout=httpx.Timeout(30, read=0.2))
         else:
             found[place] = engine.complete(prompts[place], tokens)
 
