@@ -6,6 +6,10 @@
 A request from before `begin` gets a compacted history instead, if there is a snapshot to make it from: the
 removals since then that nobody stored again, then the present state, under the sequence numbers that end
 right before the ring's next batch. So the consumer's own gap detection goes on working.
+
+A consumer that knows snapshots asks for one and gets the present state under one number, that of the batch after
+which it is true, and then what the ring has from there on. It forgets what it believed; nothing has to fit into
+the numbers that it missed.
 """
 
 from __future__ import annotations
@@ -177,6 +181,7 @@ class History:
         self.ring = ring
         self.tombstones = Tombstones(tombstones, horizon=ring.next)
         self.compactions = 0
+        self.snapshots = 0
         self._profile, self._dp_rank, self._source = profile, dp_rank, snapshot
         self._kept: _Snapshot | None = None
 
@@ -211,6 +216,25 @@ class History:
         if start >= self.ring.begin or self._source is None:
             return self.ring.since(start, self.ring.next)
         return self._compacted(self._source, start, ts, epoch)
+
+    def present(self, ts: float, epoch: str | None) -> Iterator[Batch | None]:
+        """A snapshot under the number at which it is true, then what came after it. Nothing without a source, or
+        before the first batch. Lazy, with None as in `replay`."""
+        if self._source is None or self.ring.next == 0:
+            return
+        self.snapshots += 1
+        for _ in range(_SNAPSHOT_TRIES):
+            snapshot = self._snapshot(self._source, -1, ts)
+            while self._prepare(snapshot, epoch):
+                yield None
+            if snapshot.next >= self.ring.begin:
+                break
+        else:
+            return
+        until = self.ring.next
+        for payload in self._pack(snapshot.events, len(snapshot.events) + 1, ts):
+            yield Batch(snapshot.next - 1, payload)
+        yield from self.ring.since(snapshot.next, until)
 
     def _compacted(self, source: SnapshotSource, start: int, ts: float, epoch: str | None) -> Iterator[Batch | None]:
         self.compactions += 1

@@ -3,6 +3,8 @@
     live     [topic, seq (8 bytes BE), payload]                    seq grows by one a batch, from 0
     replay   DEALER  -> ["", start]                                start: 8 bytes BE
              ROUTER  -> ["", topic, seq, payload] ... ["", "", ff x 8, ""]
+    snapshot DEALER  -> ["", ff x 7 fe]                            a start that no publisher ever reaches
+             ROUTER  -> the state in parts, all under the number at which it is true, then what came after it; END
 
 Nothing here blocks, and publishing never raises: a slow subscriber loses batches (counted) and asks for them
 again. There is no thread and no clock inside: the owner calls `poll_replay` and `tick` from its own loop.
@@ -24,6 +26,8 @@ from forebay.events.schema import KVEvent, WireProfile
 from forebay.events.sockets import CurveServer, Sockets
 
 END = b"\xff" * 8
+SNAPSHOT_REQUEST = 2**64 - 2
+"""Where a replay "starts" that asks for a snapshot. Publishers that know none answer with nothing."""
 _MAX_REQUEST_BYTES = 1024
 _NO_MORE = Batch(-1, b"")
 _XPUB_NODROP = int(zmq.XPUB_NODROP)
@@ -70,6 +74,7 @@ class PublisherStats:
     replays_given_up: int
     replay_garbage: int
     compactions: int
+    snapshots: int
     denied: int
 
 
@@ -278,7 +283,14 @@ class EventPublisher:
             self._counts.replays_refused += 1
             return
         self._counts.replays += 1
-        self._jobs[identity] = _Replay(self._history.replay(start, self._now, self.options.epoch))
+        self._jobs[identity] = _Replay(self._answer(start))
+
+    def _answer(self, start: int) -> Iterator[Batch | None]:
+        if start != SNAPSHOT_REQUEST:
+            return self._history.replay(start, self._now, self.options.epoch)
+        if self._history.ring.next == 0:
+            self._emit([], self._now)  # a snapshot is true at a number: there has to be one
+        return self._history.present(self._now, self.options.epoch)
 
     def _advance(self, router: zmq.Socket[bytes], identity: bytes, budget: int) -> int:
         """Send up to `budget` messages of one replay; returns how many (a slice of preparation counts too)."""
@@ -340,6 +352,7 @@ class EventPublisher:
             snapshot_bytes=self._history.snapshot_bytes,
             replays_active=len(self._jobs),
             compactions=self._history.compactions,
+            snapshots=self._history.snapshots,
             denied=self._sockets.denied,
             **counts,
         )

@@ -2,7 +2,8 @@
 
                        expected = last + 1
     seq == expected    deliver
-    seq >  expected    a gap: ask the replay socket from `expected`, deliver that, then this one
+    seq >  expected    a gap: ask the replay socket from `expected`, deliver that, then this one; if it hasn't all of
+                       it, ask for a snapshot: forget, deliver the state and what came after it
     seq <= last        live numbers only ever grow, so: a duplicate of what a replay brought already, or, if
                        the number isn't above the last *live* one, a publisher that started again
     another epoch      a publisher that started again
@@ -16,7 +17,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self, TypeAlias
 
@@ -24,14 +26,14 @@ import zmq
 
 from forebay.events.codec import DecodedBatch, decode_batch
 from forebay.events.errors import EventDecodeError, ReplayFailed
-from forebay.events.publisher import END
+from forebay.events.publisher import END, SNAPSHOT_REQUEST
 from forebay.events.schema import SNAPSHOT
 from forebay.events.sockets import CurveClient
 
 _MAX_MESSAGE_BYTES = 256 << 20
 _RECEIVE_QUEUE = 10_000
 
-Restart: TypeAlias = Literal["sequence", "epoch", "history"]
+Restart: TypeAlias = Literal["sequence", "epoch", "history", "snapshot"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,9 @@ class Received:
     """One batch, as delivered.
 
     `missed` counts the batches before it that no replay could bring (its state is then incomplete unless
-    `compacted`). `restart` says that the publisher started again, and how that was seen: forget all that came
-    before, then apply the batch.
+    `compacted`). `restart` says to forget all that came before and then apply the batch: the publisher started
+    again (seen by its sequence, epoch or history), or a snapshot stands for what was missed. The parts of a
+    snapshot are batches with one number.
     """
 
     topic: str
@@ -69,6 +72,7 @@ class SubscriberCounters:
     missed: int = 0
     replays: int = 0
     failed_replays: int = 0
+    snapshots: int = 0
     restarts: int = 0
     malformed: int = 0
     undecodable_events: int = 0
@@ -77,8 +81,9 @@ class SubscriberCounters:
 class EventSubscriber:
     """Connects to a publisher. Blocking calls with timeouts; one thread.
 
-    With `from_start` and a `replay` endpoint it begins with what the publisher remembers instead of with the
-    next live batch. Without a replay endpoint gaps are reported, not filled.
+    With `from_start` and a `replay` endpoint it begins with a snapshot, or what else the publisher remembers,
+    instead of with the next live batch. Without a replay endpoint gaps are reported, not filled. One answer of a
+    replay socket is taken up to `replay_bytes`: beyond, it has failed.
     """
 
     def __init__(
@@ -89,10 +94,12 @@ class EventSubscriber:
         topic: str = "",
         from_start: bool = False,
         replay_timeout: float = 5.0,
+        replay_bytes: int = 1 << 30,
         curve: CurveClient | None = None,
     ) -> None:
         self.counters = SubscriberCounters()
         self._replay_endpoint, self._replay_timeout, self._curve = replay, replay_timeout, curve
+        self._replay_bytes = replay_bytes
         self._topic = topic.encode()
         self._context = zmq.Context()
         self._sub = self._connect(zmq.SUB, endpoint)
@@ -101,7 +108,7 @@ class EventSubscriber:
         self._ready: deque[Received] = deque()
         self._last = -1
         self._last_live = -1
-        self._last_payload = b""
+        self._last_payload: bytes | None = b""
         self._doubt = False
         self._started = False
         self._epoch: str | None = None
@@ -123,7 +130,7 @@ class EventSubscriber:
         deadline = time.monotonic() + timeout
         if self._from_start and not self._started:
             self._started = True
-            self._fill(0)
+            self._begin()
         while not self._ready:
             left = deadline - time.monotonic()
             if not self._sub.poll(max(0, int(left * 1000))):
@@ -191,7 +198,15 @@ class EventSubscriber:
             self.counters.failed_replays += 1
             return False
         self._doubt = False
-        return not answers or answers[0][1:] != [self._last.to_bytes(8, "big"), self._last_payload]
+        return not answers or not self._is_our_last(answers[0])
+
+    def _is_our_last(self, answer: list[bytes]) -> bool:
+        if answer[1] != self._last.to_bytes(8, "big"):
+            return False
+        if self._last_payload is not None:
+            return answer[2] == self._last_payload
+        message = self._parse(answer)  # ours was made from a state: the batch itself we never saw
+        return message is not None and not self._is_other_epoch(message.batch)
 
     def _is_other_epoch(self, batch: DecodedBatch) -> bool:
         return None not in (batch.epoch, self._epoch) and batch.epoch != self._epoch
@@ -201,14 +216,14 @@ class EventSubscriber:
         self.counters.restarts += 1
         self._restart = restart
         self._last, self._epoch, self._started = -1, None, True
-        self._fill(0)
+        self._begin()
 
-    def _deliver(self, message: _Message, *, replayed: bool = False) -> None:
+    def _deliver(self, message: _Message, *, replayed: bool = False, snapshot: bool = False) -> None:
         batch = message.batch
-        compacted = replayed and any(event.reason == SNAPSHOT for event in batch.events)
+        compacted = snapshot or (replayed and _is_compacted(message))
         missed = message.seq - self._last - 1 if self._started and not compacted else 0
         self._started = True
-        self._last, self._last_payload = message.seq, message.payload
+        self._last, self._last_payload = message.seq, None if compacted else message.payload
         self._epoch = batch.epoch or self._epoch
         self.counters.batches += 1
         self.counters.missed += missed
@@ -230,34 +245,77 @@ class EventSubscriber:
 
     # --- replay ------------------------------------------------------------------------------------------
 
-    def _fill(self, start: int) -> None:
-        """Deliver what a replay from `start` brings, if there is a replay endpoint and it answers."""
+    def _begin(self) -> None:
+        """Nothing is known: a snapshot, else all that the publisher still has."""
         if self._replay_endpoint is None:
             return
-        self.counters.replays += 1
         try:
-            for frames in self._replay(self._replay_endpoint, start):
-                message = self._parse(frames)
-                if message is None or message.seq <= self._last or not frames[0].startswith(self._topic):
-                    continue
+            if not self._take_snapshot(self._replay_endpoint, self._restart):
+                self._take_replay(self._replay_endpoint, 0, or_snapshot=False)
+        except ReplayFailed:
+            self.counters.failed_replays += 1
+
+    def _fill(self, start: int) -> None:
+        """Deliver what a replay from `start` brings, or a snapshot, if there is a replay endpoint and it answers."""
+        if self._replay_endpoint is None:
+            return
+        try:
+            self._take_replay(self._replay_endpoint, start, or_snapshot=True)
+        except ReplayFailed:
+            self.counters.failed_replays += 1
+
+    def _take_replay(self, endpoint: str, start: int, *, or_snapshot: bool) -> None:
+        self.counters.replays += 1
+        with closing(self._replay(endpoint, start)) as answers:
+            message = self._next_message(answers)
+            hole = message is None or (message.seq > start and not _is_compacted(message))
+            if hole and or_snapshot and self._take_snapshot(endpoint, self._restart or "snapshot"):
+                return
+            while message is not None:
                 if self._is_other_epoch(message.batch):
                     # It started again and has come further than we were: the gap was no gap.
                     return self._forget("epoch")
                 self._deliver(message, replayed=True)
-        except ReplayFailed:
-            self.counters.failed_replays += 1
+                message = self._next_message(answers)
 
-    def _replay(self, endpoint: str, start: int) -> Iterator[list[bytes]]:
+    def _take_snapshot(self, endpoint: str, restart: Restart | None) -> bool:
+        """Ask for a snapshot and deliver it, with what came after it. False: the publisher gives none."""
+        with closing(self._replay(endpoint, SNAPSHOT_REQUEST)) as answers:
+            parts = [message for frames in answers if (message := self._parse(frames)) is not None]
+        if not parts or not parts[0].topic.startswith(self._topic.decode()):
+            return False
+        self.counters.snapshots += 1
+        if self._is_other_epoch(parts[0].batch):
+            self.counters.restarts += 1
+            restart = "epoch"
+        self._restart, at = restart, parts[0].seq
+        for message in parts:
+            self._deliver(message, replayed=True, snapshot=message.seq == at)
+        return True
+
+    def _next_message(self, answers: Iterator[list[bytes]]) -> _Message | None:
+        """The next of a replay's batches that is new to us."""
+        for frames in answers:
+            message = self._parse(frames)
+            if message is not None and message.seq > self._last and frames[0].startswith(self._topic):
+                return message
+        return None
+
+    def _replay(self, endpoint: str, start: int) -> Generator[list[bytes], None, None]:
         """Answers to one request. A socket of its own, so that no late answer to an older one gets in."""
         dealer = self._connect(zmq.DEALER, endpoint)
         try:
             dealer.send_multipart([b"", start.to_bytes(8, "big")])
+            left = self._replay_bytes
             while dealer.poll(int(self._replay_timeout * 1000)):
                 frames = dealer.recv_multipart()
                 if len(frames) != 4 or frames[0] != b"":
                     raise ReplayFailed(f"{endpoint} doesn't speak the replay protocol")
                 if frames[2] == END:
                     return
+                left -= len(frames[3])
+                if left < 0:
+                    raise ReplayFailed(f"{endpoint} answers with more than {self._replay_bytes} bytes")
                 yield frames[1:]
             raise ReplayFailed(f"{endpoint} didn't finish a replay from {start} in time")
         finally:
@@ -272,3 +330,7 @@ class EventSubscriber:
             self._curve.apply(socket)
         socket.connect(endpoint)
         return socket
+
+
+def _is_compacted(message: _Message) -> bool:
+    return any(event.reason == SNAPSHOT for event in message.batch.events)

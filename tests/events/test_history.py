@@ -67,6 +67,9 @@ class Stream:
     def replay(self, start: int, ts: float = 0.0) -> list[Batch]:
         return [batch for batch in self.history.replay(start, ts, None) if batch is not None]
 
+    def snapshot(self, ts: float = 0.0) -> list[Batch]:
+        return [batch for batch in self.history.present(ts, None) if batch is not None]
+
 
 def test_the_ring_keeps_the_last_batches_by_count() -> None:
     ring = ReplayRing(3, 1000)
@@ -211,6 +214,33 @@ def test_one_snapshot_serves_many_requests_and_is_let_go() -> None:
     assert stream.history.snapshot_bytes == 0
 
 
+def test_a_snapshot_is_one_number_and_then_what_came_after_it() -> None:
+    stream = Stream(ring=50)
+    stream.publish(*(block(number) for number in range(3000)))
+    parts = stream.snapshot(ts=100.0)
+    assert [batch.seq for batch in parts] == [0] * len(parts) and len(parts) > 2
+    stream.publish(BlockRemoved([7], CPU))
+    stream.publish(block(5000))
+    again = stream.snapshot(ts=101.0)
+    assert [batch.seq for batch in again] == [0] * len(parts) + [1, 2], "the kept one, and what it lacks"
+    assert stream.belief(0, again) == stream.held
+
+
+def test_there_is_no_snapshot_before_the_first_batch_or_without_a_source() -> None:
+    assert Stream().snapshot() == []
+    silent = Stream(snapshots=False)
+    silent.publish(block(1))
+    assert silent.snapshot() == []
+
+
+def test_a_snapshot_of_nothing_says_so() -> None:
+    stream = Stream()
+    stream.publish(block(1))
+    stream.publish(BlockRemoved([1], CPU))
+    [only] = stream.snapshot()
+    assert only.seq == 1 and decode_batch(only.payload).events == ()
+
+
 def test_a_large_state_goes_out_in_batches_that_fit_into_the_free_numbers() -> None:
     stream = Stream(ring=1)
     stream.publish(*(block(number) for number in range(5000)))
@@ -249,6 +279,9 @@ def test_whoever_replays_from_anywhere_ends_with_the_present_state(
             stream.lose(block(number, medium))
         else:
             stream.replay(number)
+    told = stream.snapshot()
+    assert stream.belief(0, told) == stream.held, "a snapshot needs nothing from before"
+    assert not told or told[-1].seq == stream.history.ring.next - 1
     start = min(where, len(stream.log))
     batches = stream.replay(start)
     numbers = [batch.seq for batch in batches]

@@ -7,7 +7,7 @@ import pytest
 import zmq
 
 from forebay.events.codec import decode_batch
-from forebay.events.publisher import END
+from forebay.events.publisher import END, SNAPSHOT_REQUEST
 from forebay.events.schema import BlockStored, WireProfile
 from tests.events.support import (
     LOOPBACK,
@@ -100,6 +100,30 @@ def test_a_late_joiner_beyond_the_ring_gets_a_compacted_history(raw: Raw) -> Non
         assert decode_batch(messages[0][-1]).events[0].reason == "snapshot"
         assert decode_batch(messages[0][-1]).epoch == "e1"
         assert publisher.stats().compactions == 1
+
+
+def test_a_snapshot_can_be_asked_for_by_a_number_that_is_never_reached(raw: Raw) -> None:
+    with publishing(snapshot=lambda: [stored(3)]) as publisher:
+        for _ in range(4):
+            publisher.publish([stored(1)], 0.0)
+        messages = raw.ask(publisher, SNAPSHOT_REQUEST)
+        assert seqs(messages) == [3] and len(state(messages)) == 3
+        batch = decode_batch(messages[0][-1])
+        assert batch.events[0].reason == "snapshot" and batch.epoch == "e1"
+        assert publisher.stats().snapshots == 1 and publisher.stats().compactions == 0
+
+
+def test_a_snapshot_before_the_first_batch_is_given_a_number(raw: Raw) -> None:
+    with publishing(snapshot=lambda: [stored(3)]) as publisher:
+        messages = raw.ask(publisher, SNAPSHOT_REQUEST)
+        assert seqs(messages) == [0] and len(state(messages)) == 3
+        assert publisher.publish([stored()], 0.0) == 1
+
+
+def test_without_a_source_a_request_for_a_snapshot_is_answered_with_nothing(raw: Raw) -> None:
+    with publishing() as publisher:
+        publisher.publish([stored()], 0.0)
+        assert raw.ask(publisher, SNAPSHOT_REQUEST) == []
 
 
 def test_a_large_snapshot_is_made_in_slices_while_publishing_goes_on(raw: Raw) -> None:

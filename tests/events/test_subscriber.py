@@ -9,8 +9,8 @@ import pytest
 import zmq
 
 from forebay.events.codec import encode_batch
-from forebay.events.publisher import EventPublisher, PublisherLimits, StreamOptions
-from forebay.events.schema import CPU, BlockRemoved, BlockStored, KVEvent, low64
+from forebay.events.publisher import END, SNAPSHOT_REQUEST, EventPublisher, PublisherLimits, StreamOptions
+from forebay.events.schema import CPU, BlockRemoved, BlockStored, KVEvent, WireProfile, low64
 from forebay.events.subscriber import EventSubscriber, Received
 from forebay.events.threaded import PublisherThread, run_in_thread
 from tests.events.support import LOOPBACK, Held, apply, keys_of, stored
@@ -56,6 +56,43 @@ class Scripted:
         while subscriber.receive(0.05):
             pass
         subscriber.counters.malformed = 0
+
+
+Answers = dict[int, list[tuple[int, list[KVEvent]]]]
+
+
+class Answering:
+    """A replay socket that answers each start with what a test wrote down for it."""
+
+    def __init__(self, answers: Answers) -> None:
+        self.asked: list[int] = []
+        self._answers = answers
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.linger = 0
+        self.endpoint = f"tcp://127.0.0.1:{self._router.bind_to_random_port('tcp://127.0.0.1')}"
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Answering:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            if not self._router.poll(10):
+                continue
+            name, _, start = self._router.recv_multipart()
+            self.asked.append(int.from_bytes(start, "big"))
+            for seq, events in self._answers.get(self.asked[-1], []):
+                payload = encode_batch(0.0, [*events], profile=WireProfile()).payload
+                self._router.send_multipart([name, b"", b"kv@host@model", seq.to_bytes(8, "big"), payload])
+            self._router.send_multipart([name, b"", b"", END, b""])
 
 
 @pytest.fixture
@@ -140,6 +177,37 @@ def test_a_replay_that_has_not_all_of_it_says_how_much_is_missing(scripted: Scri
         batches = take(subscriber, 3)
     store.close()
     assert [(b.seq, b.missed) for b in batches] == [(1, 0), (8, 6), (9, 0)]
+
+
+def test_a_gap_that_no_replay_fills_is_answered_with_a_snapshot(scripted: Scripted) -> None:
+    parts: Answers = {SNAPSHOT_REQUEST: [(9, [stored(3)]), (9, [stored(1, first=800)])]}
+    with (
+        Answering({2: [(8, [stored(9)])], **parts}) as router,
+        listening(scripted.endpoint, replay=router.endpoint) as subscriber,
+    ):
+        scripted.join(subscriber)
+        for seq in (1, 9, 10):
+            scripted.say(seq, stored(2))
+        batches = take(subscriber, 4)
+    assert [(b.seq, b.restart, b.missed) for b in batches] == [
+        (1, None, 0), (9, "snapshot", 0), (9, None, 0), (10, None, 0),
+    ]  # fmt: skip
+    assert router.asked == [2, SNAPSHOT_REQUEST], "once: a snapshot brings no second recovery"
+    assert (subscriber.counters.snapshots, subscriber.counters.restarts) == (1, 0)
+    assert subscriber.counters.duplicates == 1, "the live batch was in the snapshot"
+
+
+def test_an_answer_without_an_end_of_its_bytes_is_given_up(scripted: Scripted) -> None:
+    with (
+        Answering({2: [(2, [stored(50)])] * 100}) as router,
+        listening(scripted.endpoint, replay=router.endpoint, replay_bytes=20_000) as subscriber,
+    ):
+        scripted.join(subscriber)
+        for seq in (1, 9):
+            scripted.say(seq, stored(2))
+        batches = take(subscriber, 3)
+    assert batches[-1].seq == 9 and batches[-1].missed == 6
+    assert subscriber.counters.failed_replays == 1
 
 
 def test_a_replay_socket_that_is_silent_costs_its_timeout_and_is_counted(
