@@ -85,6 +85,77 @@ def tiny_qwen2(path: Path, *, seed: int = 0, shard_size: str = "1GB", **settings
     return _write(model, path, seed, shard_size, adds_bos=False, chat_template=None)
 
 
+def tiny_qwen3_moe(path: Path, *, seed: int = 0, shard_size: str = "1GB", **settings: Any) -> Path:
+    """Three layers, the second dense; three of seven experts a token. Returns `path`."""
+    sizes = _sizes(layers=3, kv_heads=2, head_dim=24, settings=settings)
+    experts = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "mlp_only_layers": [1]}
+    config = transformers.Qwen3MoeConfig(**sizes, **({"norm_topk_prob": True} | experts | settings))
+    return _write(transformers.Qwen3MoeForCausalLM(config), path, seed, shard_size, adds_bos=False, chat_template=None)
+
+
+def tiny_gpt_oss(path: Path, *, window: int = 40, seed: int = 0, shard_size: str = "1GB", **settings: Any) -> Path:
+    """Four layers, sliding and full in turn, with sinks; two of five experts a token; YaRN. Returns `path`."""
+    sizes = _sizes(layers=4, kv_heads=2, head_dim=20, settings=settings)
+    rope = {
+        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "truncate": False,
+        "rope_theta": 150_000.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    }  # fmt: skip
+    experts = {"num_local_experts": 5, "num_experts_per_tok": 2, "rope_parameters": rope}
+    config = transformers.GptOssConfig(**sizes, **({"sliding_window": window} | experts | settings))
+    return _write(transformers.GptOssForCausalLM(config), path, seed, shard_size, adds_bos=False, chat_template=None)
+
+
+def tiny_glm4_moe(path: Path, *, seed: int = 0, shard_size: str = "1GB", **settings: Any) -> Path:
+    """Three layers, the first dense; half of a head rotated; three of ten experts in two groups, two shared."""
+    sizes = _sizes(layers=3, kv_heads=2, head_dim=20, settings=settings)
+    experts = {
+        "n_routed_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 2,
+        "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True,
+    }  # fmt: skip
+    config = transformers.Glm4MoeConfig(**sizes, **(experts | settings))
+    return _write(transformers.Glm4MoeForCausalLM(config), path, seed, shard_size, adds_bos=False, chat_template=None)
+
+
+def tiny_minimax_m2(path: Path, *, seed: int = 0, shard_size: str = "1GB", **settings: Any) -> Path:
+    """Three layers, half of a head rotated, two of five experts a token. Returns `path`."""
+    sizes = _sizes(layers=3, kv_heads=2, head_dim=24, settings=settings)
+    rope = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}
+    experts = {"num_local_experts": 5, "num_experts_per_tok": 2, "rope_parameters": rope}
+    config = transformers.MiniMaxM2Config(**sizes, **(experts | settings))
+    model = transformers.MiniMaxM2ForCausalLM(config)
+    return _write(model, path, seed, shard_size, adds_bos=False, chat_template=None)
+
+
+_LATENT = {
+    "kv_lora_rank": 28, "q_lora_rank": 36, "qk_nope_head_dim": 20, "qk_rope_head_dim": 12, "v_head_dim": 16,
+    "n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "first_k_dense_replace": 1,
+    "n_group": 3, "topk_group": 2,
+}  # fmt: skip
+
+
+def tiny_deepseek_v3(path: Path, *, seed: int = 0, shard_size: str = "1GB", **settings: Any) -> Path:
+    """Three layers, the first dense; latent attention with YaRN; three of twelve experts in groups, one shared."""
+    rope = {
+        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 10_000.0,
+        "mscale": 0.7, "mscale_all_dim": 1.2,
+    }  # fmt: skip
+    sizes = _sizes(layers=3, kv_heads=4, head_dim=12, settings=settings)
+    del sizes["head_dim"]
+    config = transformers.DeepseekV3Config(**sizes, **(_LATENT | {"rope_parameters": rope} | settings))
+    model = transformers.DeepseekV3ForCausalLM(config)
+    return _write(model, path, seed, shard_size, adds_bos=False, chat_template=None)
+
+
+def tiny_deepseek_v2(path: Path, *, seed: int = 0, shard_size: str = "1GB", **settings: Any) -> Path:
+    """Like V3's, with queries that have no latent, V2's router and two shared experts. Returns `path`."""
+    sizes = _sizes(layers=3, kv_heads=4, head_dim=12, settings=settings)
+    del sizes["head_dim"]
+    own = {"topk_method": "group_limited_greedy", "q_lora_rank": None, "n_shared_experts": 2}
+    config = transformers.DeepseekV2Config(**sizes, **(_LATENT | own | {"routed_scaling_factor": 1.5} | settings))
+    model = transformers.DeepseekV2ForCausalLM(config)
+    return _write(model, path, seed, shard_size, adds_bos=False, chat_template=None)
+
+
 def _sizes(*, layers: int, kv_heads: int, head_dim: int, settings: dict[str, Any]) -> dict[str, Any]:
     """Common settings; what is in `settings` wins and is taken out of it."""
     sizes: dict[str, Any] = {
@@ -122,7 +193,11 @@ def _write(
             elif "embed_tokens" in name:
                 weight.copy_(noise)
             else:
-                weight.copy_(noise * 1.5 * weight.shape[1] ** -0.5)
+                stacked = weight.dim() == 3 and not isinstance(model, transformers.GptOssForCausalLM)
+                weight.copy_(noise * 1.5 * weight.shape[2 if stacked else 1] ** -0.5)
+        for name, buffer in sorted(model.named_buffers()):
+            if name.endswith("e_score_correction_bias"):  # some of the biased scores are negative
+                buffer.copy_(0.5 * torch.randn(buffer.shape, generator=rng) - 0.5)
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path, max_shard_size=shard_size)
     write_tokenizer(path, adds_bos=adds_bos, chat_template=chat_template)

@@ -34,6 +34,10 @@ class Config:
             raise self.broken(f"{key} must be a positive whole number, found {value!r}")
         return value
 
+    def count(self, key: str, default: int | None = None) -> int:
+        """Like `size`, or 0."""
+        return 0 if self.get(key, default) == 0 else self.size(key, default)
+
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number."""
         value = self.get(key, default)

@@ -18,9 +18,8 @@ from forebay.models.config import Config
 from forebay.models.layers import Attention, Decoder, GatedMLP, HeadNorm, Linear, RMSNorm
 from forebay.models.rope import Rope
 from forebay.models.rope_config import read_rope
+from forebay.models.standard import FULL, SLIDING, read_kinds
 from forebay.models.weights import Weights
-
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +77,7 @@ def read_shape(config: Config) -> Gemma3Shape:
 def _read_kinds(config: Config) -> tuple[str, ...]:
     layers = config.size("num_hidden_layers")
     every = config.size("sliding_window_pattern", config.get("_sliding_window_pattern", 6))
-    default = [SLIDING if (i + 1) % every else FULL for i in range(layers)]
-    kinds = config.get("layer_types", default)
-    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {FULL, SLIDING}:
-        raise config.broken(f"layer_types must name {layers} layers, each {FULL} or {SLIDING}")
-    return tuple(kinds)
+    return read_kinds(config, [SLIDING if (i + 1) % every else FULL for i in range(layers)])
 
 
 def _read_ropes(config: Config, dim: int) -> tuple[Rope, Rope]:

@@ -14,6 +14,7 @@ from forebay.models.config import CONFIG_FILE, Config, read_config
 from forebay.models.convert import convert_gguf, read_gguf_config
 from forebay.models.errors import ModelNotFound, UnsupportedArchitecture
 from forebay.models.json_file import read_json
+from forebay.models.quantised import read_quantisation
 from forebay.models.registry import find_family, text_config
 from forebay.models.weights import Progress, Weights
 
@@ -62,7 +63,8 @@ def load_model(
     config = read_config(directory)
     family = find_family(text_config(config))
     info = _info(config, _generation(directory))
-    weights = Weights(directory, dtype=dtype, device=device, progress=progress)
+    quantisation = read_quantisation(config if "quantization_config" in config else text_config(config))
+    weights = Weights(directory, dtype=dtype, device=device, progress=progress, quantisation=quantisation)
     with torch.inference_mode():
         model = family.build(text_config(config), weights)
     model.info = info

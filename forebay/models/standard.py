@@ -5,7 +5,7 @@ A family's file says what its configuration means and which of these parts it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,6 +27,8 @@ from forebay.models.layers import (
 )
 from forebay.models.rope import Rope
 from forebay.models.weights import Weights
+
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,14 @@ def read_heads(config: Config, head_dim: int | None = None) -> HeadSizes:
     if heads % kv_heads or dim % 2:
         raise config.broken(f"{heads} heads, {kv_heads} KV heads of {dim} don't fit together")
     return HeadSizes(hidden, heads, kv_heads, dim)
+
+
+def read_kinds(config: Config, default: Sequence[str]) -> tuple[str, ...]:
+    """Of every layer whether it is full or sliding, from `layer_types`."""
+    kinds = config.get("layer_types", list(default))
+    if not isinstance(kinds, list) or len(kinds) != len(default) or not set(kinds) <= {FULL, SLIDING}:
+        raise config.broken(f"layer_types must name {len(default)} layers, each {FULL} or {SLIDING}")
+    return tuple(kinds)
 
 
 def refuse_settings(config: Config, *, act: str = "silu", **refused: bool) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from forebay.models.errors import CheckpointBroken, ModelNotFound, UnsupportedArchitecture
 from forebay.models.json_file import read_json
 from forebay.models.layers import Linear, accumulate_dtype
+from forebay.models.quantised import MX_GROUP, Quantisation, scale_shape, unpack_mxfp4, unscale_fp8
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -61,8 +62,17 @@ def open_safetensors(path: Path) -> Iterator[safe_open]:
 class Weights:
     """The tensors of a checkpoint, by name without the family's outer prefix (`layers.0.mlp...`, `lm_head...`)."""
 
-    def __init__(self, directory: Path, *, dtype: torch.dtype, device: torch.device, progress: Progress | None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress | None,
+        quantisation: Quantisation,
+    ) -> None:
         self.directory, self.dtype, self.device = directory, dtype, device
+        self.quantisation = quantisation
         self._progress = progress
         self._taken = 0
         self._files: dict[str, tuple[Path, str]] = {}
@@ -77,8 +87,36 @@ class Weights:
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A copy of the tensor, on the device, in `dtype` (default: the model's). Blocks on the disk.
 
-        Raises CheckpointBroken if it is missing or has another shape.
+        What is stored in FP8 comes multiplied by its scales. Raises CheckpointBroken if it is missing or has another
+        shape, UnsupportedArchitecture if it is quantised in a way that isn't known.
         """
+        tensor = self._read(name, shape)
+        if tensor.dtype == torch.float8_e4m3fn and f"{name}_scale_inv" in self and len(shape) == 2:
+            block = self.quantisation.block
+            scales = self._read(f"{name}_scale_inv", scale_shape(shape, block))
+            tensor = unscale_fp8(tensor, scales, block)
+        if not tensor.dtype.is_floating_point or tensor.element_size() < 2:
+            raise UnsupportedArchitecture(
+                f"{self._files[name][0]}: tensor {name!r} is {tensor.dtype} without scales that are known here; "
+                "quantised safetensors are supported in block-scaled FP8 and in MXFP4: use such a model, an "
+                "unquantised one, or a GGUF"
+            )
+        # Never a view of the mapped file: a file that is cut while it is mapped kills the process.
+        return tensor.to(device=self.device, dtype=dtype or self.dtype, copy=True)
+
+    def take_mxfp4(self, name: str, *shape: int) -> Tensor:
+        """The tensor [..., k] that is stored as `name`_blocks and `name`_scales. Raises CheckpointBroken."""
+        groups = -(-shape[-1] // MX_GROUP)
+        blocks = self._read(f"{name}_blocks", (*shape[:-1], groups, MX_GROUP // 2))
+        scales = self._read(f"{name}_scales", (*shape[:-1], groups))
+        if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or shape[-1] % MX_GROUP:
+            raise CheckpointBroken(
+                f"{self.directory}: {name} isn't MXFP4 (bytes, groups of {MX_GROUP}), as config.json says"
+            )
+        return unpack_mxfp4(blocks, scales).to(device=self.device, dtype=self.dtype)
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor as it is stored, possibly a view of the mapped file."""
         if name not in self._files:
             raise CheckpointBroken(
                 f"{self.directory} has no tensor {name!r}; the checkpoint is incomplete or of another "
@@ -92,16 +130,10 @@ class Weights:
                 f"{path}: tensor {full_name!r} has shape {list(tensor.shape)}, but config.json wants "
                 f"{list(shape)}; the files don't belong together"
             )
-        if not tensor.dtype.is_floating_point or tensor.element_size() < 2:
-            raise UnsupportedArchitecture(
-                f"{path}: tensor {full_name!r} is {tensor.dtype}; quantised safetensors are not "
-                "supported: use the unquantised model, or a GGUF"
-            )
         self._taken += 1
         if self._progress is not None:
             self._progress("loading weights", self._taken, max(self._taken, len(self._files)))
-        # Never a view of the mapped file: a file that is cut while it is mapped kills the process.
-        return tensor.to(device=self.device, dtype=dtype or self.dtype, copy=True)
+        return tensor
 
     def exact(self, name: str, *shape: int) -> Tensor:
         """Like `take`, in the dtype that norms are computed in."""

@@ -16,6 +16,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
 from forebay.kernels.batch import BLOCK_TOKENS, NO_BLOCK, pack_batch
+from forebay.kernels.cache import gather_granules, scatter_granules
 from forebay.models.base import CausalLM, KVGroup
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
@@ -25,7 +26,8 @@ def reference_logits(path: Path, ids: Sequence[int], dtype: torch.dtype) -> torc
     """Logits [len(ids), vocab] of a full forward pass by transformers."""
     with _in_full_precision() if dtype == torch.float64 else contextlib.nullcontext():
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-        model.set_attn_implementation("sdpa")  # eager attention rounds its softmax to fp32
+        if model.config.model_type != "gpt_oss":  # its sinks are known to eager attention only
+            model.set_attn_implementation("sdpa")  # eager attention rounds its softmax to fp32
         with torch.inference_mode():
             logits: torch.Tensor = model.eval()(torch.tensor([list(ids)])).logits[0]
     return logits
@@ -97,6 +99,27 @@ class Runner:
         for key, ids in pieces.items():
             self._done[key] = self._done.get(key, 0) + len(ids)
         return logits
+
+    def export(self, key: int, unit: int) -> dict[str, torch.Tensor]:
+        """The canonical bytes of a sequence's whole unit, of every group, as they go to a store."""
+        found = {}
+        for group in self.groups:
+            out = torch.empty(1, group.granule_bytes(self.model.dtype), dtype=torch.uint8)
+            gather_granules(self.pools[group.name], [self._tables[key, group.name][unit]], out)
+            found[group.name] = out
+        return found
+
+    def adopt(self, key: int, units: Sequence[dict[str, torch.Tensor]]) -> None:
+        """Begin a sequence with what a store holds of it: of windowed groups only what its next token can see."""
+        length = len(units) * BLOCK_TOKENS
+        for group in self.groups:
+            first = 0 if group.window is None else max(0, length - group.window + 1) // BLOCK_TOKENS
+            table = [NO_BLOCK] * first
+            for unit in units[first:]:
+                table.append(self._free[group.name].pop())
+                scatter_granules(self.pools[group.name], table[-1:], unit[group.name])
+            self._tables[key, group.name] = table
+        self._done[key] = length
 
     def _grow(self, key: int, group: KVGroup, total: int) -> list[int]:
         table = self._tables.setdefault((key, group.name), [])

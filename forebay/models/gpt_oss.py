@@ -1,0 +1,124 @@
+"""gpt-oss: sliding and full layers in turn, attention sinks, biases everywhere, experts with a clamped activation.
+
+The sliding layers and the full ones are two cache groups. Published weights hold the experts in MXFP4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from forebay.kernels.moe import Routing, clamped_swiglu
+from forebay.models.base import CausalLM, KVGroup, ModelInfo
+from forebay.models.config import Config
+from forebay.models.layers import Layer, Linear
+from forebay.models.moe import MLP, MoE, Router, check_routing
+from forebay.models.rope_config import read_rope
+from forebay.models.standard import (
+    FULL,
+    SLIDING,
+    AttentionShape,
+    build_attention,
+    build_decoder,
+    pre_norm_layer,
+    read_heads,
+    read_info,
+    read_kinds,
+    refuse_settings,
+)
+from forebay.models.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class GptOssShape:
+    """`kinds` says of every layer whether it is full or sliding, with `window`."""
+
+    attention: AttentionShape
+    kinds: tuple[str, ...]
+    window: int
+
+
+def read_shape(config: Config) -> GptOssShape:
+    """From a configuration of type gpt_oss."""
+    sizes = read_heads(config, head_dim=64)
+    refuse_settings(config)
+    bias = config.flag("attention_bias", True)
+    attention = AttentionShape(
+        hidden=sizes.hidden,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        eps=config.number("rms_norm_eps", 1e-5),
+        rope=read_rope(config, sizes.head_dim, theta=150_000.0),
+        qkv_bias=bias,
+        out_bias=bias,
+    )
+    default = [FULL if index % 2 else SLIDING for index in range(config.size("num_hidden_layers"))]
+    return GptOssShape(attention, read_kinds(config, default), config.size("sliding_window", 128))
+
+
+def _groups(shape: GptOssShape) -> dict[str, KVGroup]:
+    """Layer type -> cache group. A model may have only one of them."""
+    layers = {kind: [i for i, k in enumerate(shape.kinds) if k == kind] for kind in (FULL, SLIDING)}
+    windows = {FULL: None, SLIDING: shape.window}
+    return {kind: shape.attention.group(layers[kind], windows[kind]) for kind in layers if layers[kind]}
+
+
+def gpt_oss_info(config: Config) -> ModelInfo:
+    """Facts of a gpt_oss configuration."""
+    shape = read_shape(config)
+    rope = shape.attention.rope
+    context = rope.reach(config.size("max_position_embeddings"))
+    return read_info(config, "gpt_oss", _groups(shape).values(), rope.describe("full"), context)
+
+
+def build_gpt_oss(config: Config, weights: Weights) -> CausalLM:
+    """The model, its weights taken from `weights`."""
+    shape = read_shape(config)
+    attention, groups = shape.attention, _groups(shape)
+
+    def layer(index: int) -> Layer:
+        sinks = weights.exact(f"layers.{index}.self_attn.sinks", attention.heads)
+        mixer = build_attention(attention, groups[shape.kinds[index]], index, weights, sinks=sinks)
+        mlp = _moe(config, weights, f"layers.{index}.mlp")
+        return pre_norm_layer(weights, index, attention.hidden, attention.eps, attention=mixer, mlp=mlp)
+
+    return build_decoder(config, gpt_oss_info(config), weights, attention.eps, layer)
+
+
+def _moe(config: Config, weights: Weights, at: str) -> MLP:
+    hidden, experts = config.size("hidden_size"), config.size("num_local_experts", config.get("num_experts"))
+    top_k = config.size("num_experts_per_tok", config.get("experts_per_token"))
+    router = Router(
+        weights.exact(f"{at}.router.weight", experts, hidden),
+        check_routing(config, Routing(top_k, "top_softmax"), experts),
+        bias=weights.exact(f"{at}.router.bias", experts),
+    )
+    ffn = config.size("intermediate_size")
+    ups = _projections(weights, f"{at}.experts.gate_up_proj", experts, 2 * ffn, hidden)
+    downs = _projections(weights, f"{at}.experts.down_proj", experts, hidden, ffn)
+    alpha, limit = config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0)
+    return MoE(router, [_Expert(up, down, alpha, limit) for up, down in zip(ups, downs, strict=True)])
+
+
+def _projections(weights: Weights, name: str, experts: int, out: int, into: int) -> list[Linear]:
+    """Every expert's. Unquantised weights are stored with the last two axes the other way round."""
+    if f"{name}_blocks" in weights:
+        stacked = weights.take_mxfp4(name, experts, out, into)
+    else:
+        stacked = weights.take(name, experts, into, out).transpose(1, 2)
+    biases = weights.take(f"{name}_bias", experts, out)
+    # Copies, so that no expert's share keeps the whole stack.
+    return [Linear(weight.contiguous(), bias.clone()) for weight, bias in zip(stacked, biases, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Expert:
+    gate_up: Linear
+    down: Linear
+    alpha: float
+    limit: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(clamped_swiglu(self.gate_up(x), alpha=self.alpha, limit=self.limit))

@@ -1,0 +1,119 @@
+"""Multi-head latent attention: a layer that keeps one row a token for all of its heads.
+
+The row is the normed latent and, behind it, the rotated part of the key. The two projections that make a head's key and
+value from a latent are applied to the query and to the result instead, so nothing is expanded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forebay.kernels.batch import Batch
+from forebay.kernels.mla import latent_attention, write_latents
+from forebay.models.base import KVGroup
+from forebay.models.layers import Linear, RMSNorm, accumulate_dtype
+from forebay.models.rope import Rope, rotate, rotate_pairs
+from forebay.models.weights import Weights
+
+NORM_EPS = 1e-6
+"""Of the latents' norms. It isn't the configuration's `rms_norm_eps`, which is that of the layers' norms."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Sizes of one latent attention layer.
+
+    `q_rank`: of the query's own latent; None: the query has none. `nope` and `rope.dim` values of a query head meet
+    the latent and the rotated part. `pairs`: neighbours are rotated, not halves. `bias`: of the projections into
+    latents and of the output.
+    """
+
+    hidden: int
+    heads: int
+    q_rank: int | None
+    rank: int
+    nope: int
+    value: int
+    rope: Rope
+    scale: float
+    pairs: bool
+    bias: bool
+
+    @property
+    def width(self) -> int:
+        """Values in a row."""
+        return self.rank + self.rope.dim
+
+    def group(self, layers: int) -> KVGroup:
+        """The cache group of all layers."""
+        return KVGroup("latent", "latent", tuple(range(layers)), 1, self.width)
+
+
+class LatentAttention:
+    """Projections, rotation, cache write and attention of layer `index`."""
+
+    def __init__(self, shape: LatentShape, group: KVGroup, index: int, weights: Weights) -> None:
+        at, heads = f"layers.{index}.self_attn.", shape.heads
+        self._shape, self._group, self._layer_in_group = shape, group, group.layers.index(index)
+        self._query = _Query(shape, at, weights)
+        self._down = weights.linear(f"{at}kv_a_proj_with_mqa", shape.width, shape.hidden, bias=shape.bias)
+        self._norm = RMSNorm(weights.exact(f"{at}kv_a_layernorm.weight", shape.rank), NORM_EPS)
+        up = weights.take(f"{at}kv_b_proj.weight", heads * (shape.nope + shape.value), shape.rank)
+        to_key, to_value = up.view(heads, -1, shape.rank).split((shape.nope, shape.value), dim=1)
+        self._to_key = to_key.contiguous()
+        self._to_value = to_value.transpose(1, 2).contiguous()
+        self._out = weights.linear(f"{at}o_proj", shape.hidden, heads * shape.value, bias=shape.bias)
+
+    def __call__(self, x: Tensor, batch: Batch, kv: Mapping[str, Tensor], keep: Tensor | None = None) -> Tensor:
+        """x [T, hidden] -> [T, hidden], or only the rows `keep`. Writes this layer's rows into the pool."""
+        shape, pool = self._shape, kv[self._group.name]
+        compressed = self._down(x)
+        latent = self._norm(compressed[:, : shape.rank]).to(x.dtype)
+        turned = self._rotate(compressed[:, None, shape.rank :], batch)[:, 0]
+        slots = batch.groups[self._group.name].slots
+        write_latents(pool, self._layer_in_group, slots, torch.cat((latent, turned), dim=1))
+        if keep is not None and not len(keep):
+            return x[:0]
+        nope, turning = self._query(x).split((shape.nope, shape.rope.dim), dim=-1)
+        absorbed = torch.bmm(nope.transpose(0, 1), self._to_key).transpose(0, 1)
+        mixed = latent_attention(
+            torch.cat((absorbed, self._rotate(turning, batch)), dim=-1),
+            pool,
+            self._layer_in_group,
+            batch,
+            self._group.name,
+            scale=shape.scale,
+            rank=shape.rank,
+        )
+        mixed = mixed if keep is None else mixed.index_select(0, keep)
+        values = torch.bmm(mixed.transpose(0, 1), self._to_value).transpose(0, 1)
+        return self._out(values.flatten(1))
+
+    def _rotate(self, x: Tensor, batch: Batch) -> Tensor:
+        exact = accumulate_dtype(x.dtype)
+        turn = rotate_pairs if self._shape.pairs else rotate
+        return turn(x.to(exact), *self._shape.rope.angles(batch, exact)).to(x.dtype)
+
+
+class _Query:
+    """Heads [T, heads, nope + rope] from hidden states, through a latent of their own or not."""
+
+    def __init__(self, shape: LatentShape, at: str, weights: Weights) -> None:
+        self._heads, self._dtype = shape.heads, weights.dtype
+        out = shape.heads * (shape.nope + shape.rope.dim)
+        self._down: Linear | None = None
+        if shape.q_rank is None:
+            self._up = weights.linear(f"{at}q_proj", out, shape.hidden)
+            return
+        self._down = weights.linear(f"{at}q_a_proj", shape.q_rank, shape.hidden, bias=shape.bias)
+        self._norm = RMSNorm(weights.exact(f"{at}q_a_layernorm.weight", shape.q_rank), NORM_EPS)
+        self._up = weights.linear(f"{at}q_b_proj", out, shape.q_rank)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._down is not None:
+            x = self._norm(self._down(x)).to(self._dtype)
+        return self._up(x).view(x.shape[0], self._heads, -1)

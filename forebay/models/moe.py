@@ -1,0 +1,88 @@
+"""The MLP of a layer with experts: a router, the experts, and perhaps an expert that every token goes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from forebay.kernels.moe import Routing, mix_experts, route
+from forebay.models.config import Config
+from forebay.models.layers import GatedMLP, accumulate_dtype
+from forebay.models.standard import dense_mlp
+from forebay.models.weights import Weights
+
+MLP = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Router:
+    """Scores experts by `weight` [experts, hidden] and `bias` [experts], in the accumulation dtype.
+
+    `choice_bias` [experts] takes part in the choice only.
+    """
+
+    weight: Tensor
+    routing: Routing
+    bias: Tensor | None = None
+    choice_bias: Tensor | None = None
+
+
+class MoE:
+    """The weighted sum of the chosen experts' outputs, and `shared`'s on top."""
+
+    def __init__(self, router: Router, experts: Sequence[MLP], shared: MLP | None = None) -> None:
+        self._router, self._experts, self._shared = router, experts, shared
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, hidden] -> [T, hidden] in the accumulation dtype."""
+        router = self._router
+        logits = F.linear(x.to(accumulate_dtype(x.dtype)), router.weight, router.bias)
+        routes = route(logits, router.routing, router.choice_bias)
+        mixed = mix_experts(x, routes, len(self._experts), lambda index, rows: self._experts[index](rows))
+        return mixed if self._shared is None else mixed.add_(self._shared(x))
+
+
+def check_routing(config: Config, routing: Routing, experts: int) -> Routing:
+    """`routing` itself, if so many experts can be routed so. Raises CheckpointBroken."""
+    of_group = experts // routing.groups
+    if experts % routing.groups or routing.kept_groups > routing.groups:
+        raise config.broken(f"{experts} experts in {routing.groups} groups, {routing.kept_groups} kept, don't fit")
+    if routing.groups > 1 and routing.group_worth == "top2" and of_group < 2:
+        raise config.broken(f"{of_group} expert in a group has no best two")
+    if routing.top_k > of_group * routing.kept_groups:
+        raise config.broken(f"{routing.top_k} experts a token of {of_group * routing.kept_groups} that can be chosen")
+    return routing
+
+
+def gated_experts(weights: Weights, at: str, count: int, hidden: int, ffn: int) -> list[GatedMLP]:
+    """Experts as most families name them: `at`.0.gate_proj and so on."""
+    return [dense_mlp(weights, f"{at}.{index}", hidden, ffn) for index in range(count)]
+
+
+def sparse_mlp(
+    config: Config, weights: Weights, index: int, routing: Routing, *, dense_layers: int, bias: bool = False
+) -> MLP:
+    """Layer `index`'s MLP as DeepSeek and GLM have it: the first layers dense, then routed and shared experts.
+
+    `dense_layers` is the family's default of how many are dense; `bias` is of dense and shared ones. With a sigmoid
+    router there is a bias for the choice.
+    """
+    at, hidden = f"layers.{index}.mlp", config.size("hidden_size")
+    if index < config.count("first_k_dense_replace", dense_layers):
+        return dense_mlp(weights, at, hidden, config.size("intermediate_size"), bias=bias)
+    experts, ffn = config.size("n_routed_experts"), config.size("moe_intermediate_size")
+    biased = routing.score == "sigmoid"
+    router = Router(
+        weights.exact(f"{at}.gate.weight", experts, hidden),
+        check_routing(config, routing, experts),
+        choice_bias=weights.exact(f"{at}.gate.e_score_correction_bias", experts) if biased else None,
+    )
+    shared = config.count("n_shared_experts", 0) * ffn
+    return MoE(
+        router,
+        gated_experts(weights, f"{at}.experts", experts, hidden, ffn),
+        dense_mlp(weights, f"{at}.shared_experts", hidden, shared, bias=bias) if shared else None,
+    )
