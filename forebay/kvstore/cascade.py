@@ -165,9 +165,13 @@ class Cascade:
             else:
                 self._now_clean(entry)
             spare, chunks = spare + entry.slot_bytes, chunks + 1
-        for entry in reversed(aside):
-            self._core.give_back(entry)
+        self._back_in_order(aside)
         return jobs
+
+    def _back_in_order(self, entries: Iterable[Entry]) -> None:
+        """Let go of entries that are the first to go, the one that was used the longest ago before the others."""
+        for entry in sorted(entries, key=lambda entry: entry.stamp, reverse=True):
+            self._core.give_back(entry)
 
     def _rest(self, tiers: Iterable[str]) -> None:
         for name in tiers:
@@ -257,8 +261,17 @@ class Cascade:
             self._rest([tier.name])
         if tier.copy == EVICT and self._copied_ahead(tier, entry):
             self._core.give_back(entry)
+            if not self._ahead:
+                self._order_clean()
         else:
             self._core.unpin(entry)
+
+    def _order_clean(self) -> None:
+        """Each copied chunk went before those that were copied before it: set that right, once for all of them."""
+        free = [entry for entry in self._clean if not entry.pins]
+        for entry in free:
+            self._core.pin(entry)
+        self._back_in_order(free)
 
     def _copied_ahead(self, tier: TierTraffic, entry: Entry) -> bool:
         """Account for a copy that was made ahead; False if the chunk was used meanwhile, and isn't cold any more."""

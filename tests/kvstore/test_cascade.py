@@ -128,6 +128,21 @@ def test_the_coldest_are_copied_before_room_runs_out_and_nothing_is_lost() -> No
     assert counters.get("tier.evict.missed", 0) == lost, "nothing is lost once the tier keeps up"
 
 
+@pytest.mark.parametrize("at_once", [1, 3, 1000])
+def test_what_was_copied_ahead_goes_in_the_order_in_which_it_would_have_gone(at_once: int) -> None:
+    tiers = Tiers(EVICT, extents=16)
+    entries = [entry for entry in fill(tiers) if entry.state is SlotState.COMMITTED]
+    assert len(tiers.jobs) > 4
+    gone: list[Entry] = []
+    for _ in range(len(entries)):
+        while tiers.jobs:
+            tiers.finish(at_once)
+        tiers.put()
+        gone += [entry for entry in entries if entry.state is not SlotState.COMMITTED and entry not in gone]
+    assert len(gone) > len(entries) / 2
+    assert [entries.index(entry) for entry in gone] == list(range(len(gone))), "the coldest first"
+
+
 def test_what_was_copied_ahead_goes_first_unless_it_was_used_meanwhile() -> None:
     tiers = Tiers(EVICT)
     fill(tiers)
@@ -184,8 +199,7 @@ def test_a_copy_that_the_tier_has_lost_is_made_again(monkeypatch: pytest.MonkeyP
     tiers = Tiers(EVICT)
     entries = fill(tiers)
     tiers.finish()
-    lost = entries[0]  # of what was copied the last to go: what was given back last goes first
-    assert lost in tiers.cascade._clean
+    lost = max(tiers.cascade._clean, key=entries.index)  # of what was copied the last to go
     tiers.cascade.left(lost, EVICT)
     assert lost not in tiers.cascade._clean
     while lost.state is SlotState.COMMITTED and (EVICT, lost.key) not in tiers.named():
