@@ -107,7 +107,9 @@ class Tracked:
 @dataclass(slots=True)
 class Tracker:
     """All requests that are followed. `clock` is in seconds. With `whole_only` the engine can't compute several tokens
-    behind a prefix that it has been given, so that only a hit that leaves a single one is of use."""
+    behind a prefix that it has been given, so that only a hit that leaves a single one is of use. Less than `load_min`
+    tokens are computed sooner than loaded.
+    """
 
     namespace: Namespace
     groups: tuple[EngineGroup, ...]
@@ -116,6 +118,7 @@ class Tracker:
     requests_max: int
     tenant: str = ""
     whole_only: bool = False
+    load_min: int = 1
     counters: Counter[str] = field(default_factory=Counter)
     hits: dict[str, dict[str, int]] = field(default_factory=dict)
     requests: dict[str, Tracked] = field(default_factory=dict)
@@ -154,7 +157,8 @@ class Tracker:
         tracked.promised_from = computed
         if tracked.answer is None or (self.whole_only and tracked.answer.hit < tracked.request.num_tokens - 1):
             return 0
-        return max(0, tracked.answer.hit - computed)
+        gained = tracked.answer.hit - computed
+        return gained if gained >= self.load_min else 0
 
     def _stale(self, tracked: Tracked) -> bool:
         """Don't promise what may be gone, nor hold what isn't served."""
@@ -164,7 +168,7 @@ class Tracker:
     def _ask(self, tracked: Tracked, computed: int) -> None:
         limit = round_down(tracked.request.num_tokens - 1, MATCH_UNIT)
         tracked.stage, tracked.answered_at, tracked.stored = Stage.ANSWERED, self.clock(), 0
-        if limit <= computed or not self.store.boot():
+        if limit - computed < self.load_min or not self.store.boot():
             return
         prefix = tracked.keys.prefix(tracked.request.all_token_ids, limit)
         tracked.question = Question(prefix, self.tenant)

@@ -151,6 +151,18 @@ def test_an_engine_that_can_not_go_on_from_a_prefix_is_given_only_what_leaves_on
     assert store.released == {2: 1, 3: 1}
 
 
+def test_little_is_computed_rather_than_loaded() -> None:
+    store = Store()
+    track = tracker(store)
+    track.load_min = 32
+    added(track)
+    assert track.matched("r", 80, impatient) == 0 and not store.questions
+    added(track, name="s")
+    assert track.matched("s", 48, lambda question: store.answer(question, 64) and None) == 0
+    track.allocated("s", (), 0)
+    assert store.released == {1: 1}
+
+
 def test_without_a_store_requests_are_computed_and_nothing_is_ordered() -> None:
     store = Store(name=b"")
     track = tracker(store)

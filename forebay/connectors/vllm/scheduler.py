@@ -65,6 +65,8 @@ class SchedulerSide:
 
     def __init__(self, config: VllmConfig, caches: KVCacheConfig, settings: Settings, group: bytes) -> None:
         assert config.kv_transfer_config is not None
+        if config.kv_transfer_config.kv_load_failure_policy != "recompute":
+            log.warning('requests whose load fails will fail: set "kv_load_failure_policy" to "recompute"')
         self._settings = settings
         self._loads = config.kv_transfer_config.is_kv_consumer
         self._stores = config.kv_transfer_config.is_kv_producer
@@ -98,6 +100,7 @@ class SchedulerSide:
             clock=time.monotonic,
             requests_max=settings.requests_max,
             tenant=settings.tenant,
+            load_min=settings.load_tokens_min,
             whole_only=_lacks_context(config),
         )
         self._encoded = encode_namespace(namespace)
