@@ -24,6 +24,7 @@ from forebay.events.schema import AllBlocksCleared, BlockHash, BlockRemoved, Blo
 from forebay.events.subscriber import Received
 
 Trust: TypeAlias = Literal["exact", "degraded"]
+_RUN_BLOCKS = 64
 
 
 class HeldIn(NamedTuple):
@@ -33,22 +34,6 @@ class HeldIn(NamedTuple):
     locality: str | None
 
 
-@dataclass(slots=True)
-class HeldBlock:
-    """One block. `tokens` are empty where they are withheld; `places` says where it is."""
-
-    parent: BlockHash | None
-    tokens: tuple[int, ...]
-    extra: tuple[object, ...]
-    lora: str | int | None
-    places: set[HeldIn] = field(default_factory=set)
-
-
-class _Parked(NamedTuple):
-    block: BlockHash
-    place: HeldIn
-
-
 class _Child(NamedTuple):
     """What makes a block under its parent."""
 
@@ -56,6 +41,30 @@ class _Child(NamedTuple):
     tokens: tuple[int, ...]
     extra: tuple[object, ...]
     lora: str | int | None
+
+
+@dataclass(slots=True)
+class HeldBlock:
+    """One block of `size` tokens, which are empty where they are withheld; `places` says where it is. `extra` is its
+    entry in `extra_keys`."""
+
+    parent: BlockHash | None
+    tokens: tuple[int, ...]
+    size: int
+    extra: list[object] | None = None
+    lora_name: str | None = None
+    lora_id: int | None = None
+    places: set[HeldIn] = field(default_factory=set)
+
+    def child(self) -> _Child:
+        """What makes it under its parent."""
+        lora = self.lora_name if self.lora_name is not None else self.lora_id
+        return _Child(self.parent, self.tokens, _frozen(self.extra), lora)
+
+
+class _Parked(NamedTuple):
+    block: BlockHash
+    place: HeldIn
 
 
 @dataclass(slots=True)
@@ -141,6 +150,10 @@ class Holdings:
         known = {block for block, what in self._blocks.items() if place in what.places}
         return known | {parked.block for parked in self._parked if parked.place == place}
 
+    def has(self, block: BlockHash, place: HeldIn) -> bool:
+        """Whether `held(place)` has it."""
+        return self._is_in(block, place) or _Parked(block, place) in self._parked
+
     def get(self, block: BlockHash) -> HeldBlock | None:
         """The block, if it is held and its chain is known."""
         return self._blocks.get(block)
@@ -162,19 +175,44 @@ class Holdings:
             parent = block
         return found
 
-    def blocks(self) -> Iterator[tuple[HeldIn, BlockHash, HeldBlock]]:
-        """All that is held, with its chain known: one entry a block and place, parents first."""
+    def snapshot(self, beside: Holdings | None = None) -> Iterator[BlockStored]:
+        """Events for all that is held, parents first, parked blocks last; not what `beside` holds in the same place.
+
+        Lazy: what goes meanwhile may be left out, what comes needn't be in it.
+        """
+        for place in sorted({place for block in self._blocks.values() for place in block.places}, key=str):
+            run: list[BlockHash] = []
+            for block in self._parents_first(place, beside):
+                if run and (self._blocks[block].parent != run[-1] or len(run) == _RUN_BLOCKS):
+                    yield from self._run(run, place)
+                    run = []
+                run.append(block)
+            yield from self._run(run, place)
+        for (block, place), what in list(self._parked.items()):
+            if beside is None or not beside.has(block, place):
+                yield _event([block], [what], place)
+
+    def _parents_first(self, place: HeldIn, beside: Holdings | None) -> Iterator[BlockHash]:
         done: set[BlockHash] = set()
-        for start in self._blocks:
+        for start in list(self._blocks):
             line: list[BlockHash] = []
             block: BlockHash | None = start
-            while block is not None and block in self._blocks and block not in done:
+            while block is not None and block not in done and self._is_in(block, place):
                 done.add(block)
-                line.append(block)
+                if beside is None or not beside.has(block, place):
+                    line.append(block)
                 block = self._blocks[block].parent
-            for known in reversed(line):
-                for place in sorted(self._blocks[known].places, key=str):
-                    yield place, known, self._blocks[known]
+            yield from (known for known in reversed(line) if self._is_in(known, place))
+
+    def _is_in(self, block: BlockHash, place: HeldIn) -> bool:
+        held = self._blocks.get(block)
+        return held is not None and place in held.places
+
+    def _run(self, blocks: list[BlockHash], place: HeldIn) -> Iterator[BlockStored]:
+        """One event for blocks that follow each other, as far as they are still held."""
+        held = [self._blocks[block] for block in blocks if block in self._blocks]
+        if held and len(held) == len(blocks):
+            yield _event(blocks, held, place)
 
     # --- changing ----------------------------------------------------------------------------------------
 
@@ -184,8 +222,8 @@ class Holdings:
         for at, block in enumerate(event.block_hashes):
             tokens = tuple(event.token_ids[at * event.block_size : (at + 1) * event.block_size])
             told = event.extra_keys[at] if event.extra_keys and at < len(event.extra_keys) else None
-            lora = event.lora_name if event.lora_name is not None else event.lora_id
-            self._store_one(block, place, HeldBlock(parent, tokens, _frozen(told), lora))
+            what = HeldBlock(parent, tokens, event.block_size, told, event.lora_name, event.lora_id)
+            self._store_one(block, place, what)
             parent = block
 
     def _store_one(self, block: BlockHash, place: HeldIn, what: HeldBlock) -> None:
@@ -212,7 +250,7 @@ class Holdings:
             held.places.add(place)
             self.counters.stored += 1
             if held.tokens:
-                self._children[_Child(held.parent, held.tokens, held.extra, held.lora)] = block
+                self._children[held.child()] = block
             for parked in self._waiting.pop(block, ()):
                 self.counters.unparked += 1
                 todo.append((*parked, self._parked.pop(parked)))
@@ -250,13 +288,22 @@ class Holdings:
         held.places.discard(place)
         if not held.places:
             del self._blocks[block]
-            child = _Child(held.parent, held.tokens, held.extra, held.lora)
+            child = held.child()
             if self._children.get(child) == block:
                 del self._children[child]
 
     def _forget(self) -> None:
         for table in (self._blocks, self._children, self._parked, self._waiting):
             table.clear()
+
+
+def _event(blocks: Sequence[BlockHash], held: Sequence[HeldBlock], place: HeldIn) -> BlockStored:
+    first, extra = held[0], [block.extra for block in held]
+    return BlockStored(
+        list(blocks), first.parent, [token for block in held for token in block.tokens], first.size,
+        lora_id=first.lora_id, lora_name=first.lora_name, medium=place.medium, locality=place.locality,
+        extra_keys=None if all(entry is None for entry in extra) else extra,
+    )  # fmt: skip
 
 
 def _frozen(entry: Sequence[object] | None) -> tuple[object, ...]:

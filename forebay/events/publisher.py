@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
-from forebay.events.codec import encode_batch
+from forebay.events.codec import EncodedBatch, encode_batch
 from forebay.events.history import Batch, History, ReplayRing, SnapshotSource
 from forebay.events.schema import KVEvent, WireProfile
 from forebay.events.sockets import CurveServer, Sockets
@@ -200,7 +200,15 @@ class EventPublisher:
             self._counts.lost_batches += bool(events)
             return None
         self._counts.events += len(events)
-        return self._emit([self._stamped(event) for event in events], ts)
+        return self._emit(stamped(events, self.options.epoch), ts)
+
+    def publish_payload(self, events: Sequence[KVEvent], encoded: EncodedBatch, ts: float) -> int | None:
+        """Send a batch that is encoded already, with this stream's epoch, rank and profile; else as `publish`."""
+        if self._closed:
+            self._counts.lost_batches += 1
+            return None
+        self._counts.events += len(events)
+        return self._emit_payload(events, encoded, ts)
 
     def lose(self, count: int) -> None:
         """`count` batches were lost before they got here: leave a gap that consumers notice and replay."""
@@ -221,6 +229,9 @@ class EventPublisher:
 
     def _emit(self, events: Sequence[KVEvent], ts: float) -> int:
         encoded = encode_batch(ts, events, self.options.dp_rank, self.options.profile)
+        return self._emit_payload(events, encoded, ts)
+
+    def _emit_payload(self, events: Sequence[KVEvent], encoded: EncodedBatch, ts: float) -> int:
         self._counts.refused_events += encoded.refused
         self._quiet_since = self._now = ts
         seq = self._history.append(events, encoded.payload)
@@ -240,11 +251,6 @@ class EventPublisher:
                 socket.setsockopt(_XPUB_NODROP, 1)
         except zmq.ZMQError:
             self._counts.send_errors += 1
-
-    def _stamped(self, event: KVEvent) -> KVEvent:
-        if self.options.epoch is None or getattr(event, "epoch", "") is not None:
-            return event
-        return msgspec.structs.replace(event, epoch=self.options.epoch)
 
     # --- replay ------------------------------------------------------------------------------------------
 
@@ -369,6 +375,15 @@ class EventPublisher:
         for bound in (getattr(self, "_pub", None), getattr(self, "_router", None)):
             if bound is not None:
                 self._sockets.release(bound)
+
+
+def stamped(events: Sequence[KVEvent], epoch: str | None) -> list[KVEvent]:
+    """The events, with `epoch` in those that name none."""
+    return [
+        event if epoch is None or getattr(event, "epoch", "") is not None
+        else msgspec.structs.replace(event, epoch=epoch)
+        for event in events
+    ]  # fmt: skip
 
 
 def _pub_options(limits: PublisherLimits) -> list[tuple[int, int]]:

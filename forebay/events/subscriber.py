@@ -10,14 +10,15 @@
     a new connection   perhaps a publisher that started again and says nothing but heartbeats, which name no
                        epoch: ask it for the last batch that we have; if it has another one there, it did
 
-After a restart nothing that was known of the stream holds: the first batch after it says so.
+After a restart nothing that was known of the stream holds: the first batch after it says so. A replay socket that
+didn't answer isn't asked again for `retry_seconds`; the next live batch after that asks for a snapshot.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self, TypeAlias
@@ -95,11 +96,15 @@ class EventSubscriber:
         from_start: bool = False,
         replay_timeout: float = 5.0,
         replay_bytes: int = 1 << 30,
+        retry_seconds: float = 10.0,
         curve: CurveClient | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters = SubscriberCounters()
         self._replay_endpoint, self._replay_timeout, self._curve = replay, replay_timeout, curve
-        self._replay_bytes = replay_bytes
+        self._replay_bytes, self._retry_seconds, self._clock = replay_bytes, retry_seconds, clock
+        self._owed = False
+        self._retry_at = float("-inf")
         self._topic = topic.encode()
         self._context = zmq.Context()
         self._sub = self._connect(zmq.SUB, endpoint)
@@ -127,12 +132,12 @@ class EventSubscriber:
 
     def receive(self, timeout: float) -> Received | None:
         """The next batch, None if there is none within `timeout` seconds (a replay has its own timeout)."""
-        deadline = time.monotonic() + timeout
+        deadline = self._clock() + timeout
         if self._from_start and not self._started:
             self._started = True
             self._begin()
         while not self._ready:
-            left = deadline - time.monotonic()
+            left = deadline - self._clock()
             if not self._sub.poll(max(0, int(left * 1000))):
                 return None
             self._take(self._sub.recv_multipart())
@@ -175,8 +180,10 @@ class EventSubscriber:
         if self._started and message.seq <= self._last:
             # A replay brought this one already.
             self.counters.duplicates += 1
-            return
-        self._deliver(message)
+        else:
+            self._deliver(message)
+        if self._owed and self._replay_endpoint is not None and self._clock() >= self._retry_at:
+            self._repair(self._replay_endpoint)
 
     def _restarted(self, message: _Message) -> Restart | None:
         if message.seq <= self._last_live:
@@ -247,22 +254,43 @@ class EventSubscriber:
 
     def _begin(self) -> None:
         """Nothing is known: a snapshot, else all that the publisher still has."""
-        if self._replay_endpoint is None:
+        endpoint = self._may_ask()
+        if endpoint is None:
             return
         try:
-            if not self._take_snapshot(self._replay_endpoint, self._restart):
-                self._take_replay(self._replay_endpoint, 0, or_snapshot=False)
+            if not self._take_snapshot(endpoint, self._restart):
+                self._take_replay(endpoint, 0, or_snapshot=False)
         except ReplayFailed:
-            self.counters.failed_replays += 1
+            self._failed()
 
     def _fill(self, start: int) -> None:
         """Deliver what a replay from `start` brings, or a snapshot, if there is a replay endpoint and it answers."""
-        if self._replay_endpoint is None:
+        endpoint = self._may_ask()
+        if endpoint is None:
             return
         try:
-            self._take_replay(self._replay_endpoint, start, or_snapshot=True)
+            self._take_replay(endpoint, start, or_snapshot=True)
         except ReplayFailed:
-            self.counters.failed_replays += 1
+            self._failed()
+
+    def _repair(self, endpoint: str) -> None:
+        """Something is missing since a replay failed: ask for a snapshot. A publisher without any leaves the hole."""
+        try:
+            self._take_snapshot(endpoint, "snapshot")
+            self._owed = False
+        except ReplayFailed:
+            self._failed()
+
+    def _may_ask(self) -> str | None:
+        """The replay endpoint, unless it has just failed: then it is owed."""
+        if self._replay_endpoint is not None and self._clock() < self._retry_at:
+            self._owed = True
+            return None
+        return self._replay_endpoint
+
+    def _failed(self) -> None:
+        self.counters.failed_replays += 1
+        self._owed, self._retry_at = True, self._clock() + self._retry_seconds
 
     def _take_replay(self, endpoint: str, start: int, *, or_snapshot: bool) -> None:
         self.counters.replays += 1
@@ -285,6 +313,7 @@ class EventSubscriber:
         if not parts or not parts[0].topic.startswith(self._topic.decode()):
             return False
         self.counters.snapshots += 1
+        self._owed = False
         if self._is_other_epoch(parts[0].batch):
             self.counters.restarts += 1
             restart = "epoch"

@@ -197,6 +197,28 @@ def test_a_gap_that_no_replay_fills_is_answered_with_a_snapshot(scripted: Script
     assert subscriber.counters.duplicates == 1, "the live batch was in the snapshot"
 
 
+def test_what_a_failed_replay_could_not_bring_is_asked_for_again(scripted: Scripted) -> None:
+    now = [0.0]
+    with Answering({}) as router:
+        silent = Answering({})  # bound and never served
+        with listening(
+            scripted.endpoint, replay=silent.endpoint, replay_timeout=0.1, retry_seconds=30, clock=lambda: now[0]
+        ) as subscriber:
+            scripted.join(subscriber)
+            for seq in (1, 3, 9):
+                scripted.say(seq, stored(2))
+            assert [(b.seq, b.missed) for b in take(subscriber, 3)] == [(1, 0), (3, 1), (9, 5)]
+            assert subscriber.counters.failed_replays == 1, "who has just failed isn't asked at every gap"
+            subscriber._replay_endpoint = router.endpoint
+            router._answers[SNAPSHOT_REQUEST] = [(10, [stored(3)])]
+            now[0] = 31.0
+            scripted.say(10, stored(2))
+            batches = take(subscriber, 2)
+        silent._context.destroy(linger=0)
+    assert [(b.seq, b.restart) for b in batches] == [(10, None), (10, "snapshot")]
+    assert router.asked == [SNAPSHOT_REQUEST]
+
+
 def test_an_answer_without_an_end_of_its_bytes_is_given_up(scripted: Scripted) -> None:
     with (
         Answering({2: [(2, [stored(50)])] * 100}) as router,

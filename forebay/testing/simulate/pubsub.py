@@ -229,7 +229,7 @@ class _SimSubscriber(EventSubscriber):
 
     def __init__(self, hub: Hub, owner: Subscriber, endpoint: str, replay: str | None) -> None:
         self._hub, self._owner = hub, owner
-        super().__init__(endpoint, replay=replay, from_start=True)
+        super().__init__(endpoint, replay=replay, from_start=True, clock=hub.world.loop.time)
 
     def _connect(self, kind: int, endpoint: str) -> Any:
         if kind == zmq.DEALER:
