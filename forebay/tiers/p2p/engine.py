@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from forebay.errors import TierUnavailable
+from forebay.errors import ConfigError, TierUnavailable
 from forebay.tiers.base import JobResult, LookupResult, Query, StoreJob
 from forebay.tiers.chunks import Slot
 from forebay.tiers.p2p import sockets
@@ -30,11 +30,13 @@ from forebay.tiers.p2p.nixl import NixlAgent
 from forebay.tiers.p2p.options import PeerAddress, Settings
 from forebay.tiers.p2p.peer import Peer, Self
 from forebay.tiers.p2p.push import Pushes
+from forebay.tiers.p2p.reach import Reaching
 from forebay.tiers.p2p.remote import NoRemote
 from forebay.tiers.p2p.server import Server
 from forebay.tiers.p2p.source import Source, StoreSource
-from forebay.tiers.p2p.stream_server import StreamServer
+from forebay.tiers.p2p.stream_server import Listen, StreamServer
 from forebay.tiers.p2p.streams import Place, Streams
+from forebay.tiers.p2p.tls import Identity, new_identity
 from forebay.tiers.p2p.wire import WINDOW, Nixl, Welcome, batches, sound
 
 log = logging.getLogger("forebay.tier.p2p")
@@ -71,11 +73,12 @@ class Engine:
         self._finish, self._fail, self._make_source = finish, fail, make_source
         sys.setswitchinterval(SWITCH_S)
         self._pair = self._keys()
+        self._identity = self._open_identity()
         self.nixl = self._open_nixl()
         self.up: frozenset[str] = frozenset()
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._streams: dict[str, Streams] = {}
+        self._reaching = Reaching(settings.options.stall_s)
         self._remotes: dict[str, tuple[str, int]] = {}
         self._threads = ThreadPoolExecutor(settings.options.loads_at_once + 1, "p2p-load")
         self._started = threading.Event()
@@ -95,6 +98,17 @@ class Engine:
         for peer in self._settings.peers:
             peer_key(keys, peer.name)
         return own_pair(keys)
+
+    def _open_identity(self) -> Identity | None:
+        if not self._settings.serves_tls:
+            return None
+        try:
+            return new_identity()
+        except ConfigError as error:
+            if self._settings.options.bulk == "tls":
+                raise
+            log.warning("p2p: %s; bytes go in frames, which is slower", error)
+            return None
 
     def _open_nixl(self) -> NixlAgent | None:
         if self._settings.options.bulk != "nixl":
@@ -174,7 +188,7 @@ class Engine:
             options.loads_at_once, self._load_again,
         )  # fmt: skip
         self._pushes = Pushes(
-            self._peers, self._settings.push_to, self._namespaces, self._finish, options.stall_s
+            self._peers, self._settings.push_to, self._namespaces, self._finish, options.stall_s, self._ways
         )  # fmt: skip
         self._loads_run, self._pushes_run = self._loads.run, self._pushes.run
         self._server: Server | None = None
@@ -194,8 +208,8 @@ class Engine:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             if isinstance(self._source, StoreSource):
                 await self._source.close()
-            for streams in self._streams.values():
-                streams.close()
+            self._pushes.close()
+            self._reaching.close()
             context.destroy(linger=0)
 
     def _own_store(self) -> StoreSource:
@@ -215,15 +229,14 @@ class Engine:
         router = sockets.listening(context, listen, self._pair)
         opened.append(router)
         self._server = Server(router, name, boot, self._source, self.nixl or NoRemote())
-        if listen.loopback and self._settings.options.bulk != "frames":
-            guests = self._server.guests
+        if self._settings.serves_plain or self._identity is not None:
+            guests, options = self._server.guests, self._settings.options
             self._stream_server = StreamServer(
-                listen.host, self._loop, self._source.lend, self._source.lend_at_once,
-                self.nixl or NoRemote(),
-                lambda ticket: guests.of_ticket(ticket) is not None,
-                self._settings.options.stall_s,
+                Listen(listen.host, options.stream_port, self._identity), self._loop, self._source,
+                self.nixl or NoRemote(), lambda ticket: guests.of_ticket(ticket) is not None, options.stall_s,
             )  # fmt: skip
             self._server.stream_port = self._stream_server.port
+            self._server.fingerprint = self._stream_server.fingerprint
         self._spawn(self._server.run)
         if self.nixl is not None:
             self._spawn(self._poll_nixl, self._server, self.nixl)
@@ -258,13 +271,16 @@ class Engine:
 
     def _changed(self) -> None:
         self.up = frozenset(name for name, peer in self._peers.items() if peer.up)
-        for name in self._streams.keys() - self.up:
-            self._streams.pop(name).close()
+        self._reaching.only(self.up)
 
     def _greeted(self, peer: Peer, welcome: Welcome) -> None:
         address = next(p.address for p in self._settings.peers if p.name == peer.name)
-        if welcome.stream_port and address.loopback and self._settings.options.bulk != "frames":
-            self._streams[peer.name] = Streams(Place(address.host, welcome.stream_port, welcome.ticket))
+        settings, way = self._settings, Place(address.host, welcome.stream_port, welcome.ticket, welcome.fingerprint)
+        if welcome.stream_port and (settings.takes_tls if welcome.fingerprint else settings.takes_plain(address)):
+            streams = Streams(way)
+            self._reaching.known(peer.name, streams)
+            if welcome.fingerprint:
+                self._spawn(self._reaching.reach, peer.name, streams)
         if self.nixl is not None and welcome.nixl:
             self._spawn(self._meet, self.nixl, peer.name, Nixl(welcome.nixl, welcome.nixl_epoch))
 
@@ -288,7 +304,7 @@ class Engine:
         if link is None or not link.open:
             return None
         agent, epoch = self._remotes.get(peer.name, (None, -1))
-        return Ways(link, self._streams.get(peer.name), agent, epoch)
+        return Ways(link, self._reaching.streams.get(peer.name), agent, epoch)
 
     def _ask_all(self, asked: list[Query]) -> None:
         queries = [query for query in asked if sound(query)]
@@ -343,7 +359,12 @@ class Engine:
             values |= {f"nixl.{name}": float(count) for name, count in self.nixl.counts.copy().items()}
         if self._stream_server is not None:
             values["streams"] = float(self._stream_server.connections)
-            values["serve.stream_bytes"] = float(self._stream_server.counts["sent_bytes"])
+            values["stream_strangers"] = float(self._stream_server.strangers)
+            counts = self._stream_server.counts.copy()
+            values["serve.stream_bytes"] = float(counts.pop("sent_bytes", 0))
+            for name, count in counts.items():
+                values[f"serve.{name}"] = values.get(f"serve.{name}", 0.0) + count
+        values |= self._reaching.figures()
         return values
 
     def states(self) -> dict[str, str]:

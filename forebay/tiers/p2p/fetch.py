@@ -11,7 +11,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from forebay.errors import CorruptChunk
-from forebay.kvstore.header import ChunkHeader, first_bad_granule
+from forebay.kvstore.header import ChunkHeader
 from forebay.tiers.base import LoadJob
 from forebay.tiers.chunks import verify_payload
 from forebay.tiers.p2p.checks import check_wanted, checked_header
@@ -19,6 +19,7 @@ from forebay.tiers.p2p.errors import Damaged, NotThere, PeerLost, PeerRefused, T
 from forebay.tiers.p2p.link import Inbox, Link
 from forebay.tiers.p2p.nixl import NixlAgent
 from forebay.tiers.p2p.streams import Streams
+from forebay.tiers.p2p.verifier import Verifier
 from forebay.tiers.p2p.wire import PIECE_BYTES, WINDOW, Bytes, Close, NotOpened, Open, Opened, Read
 
 
@@ -130,7 +131,7 @@ class Fetcher:
             return Verifier(header, wanted.memory[:length]).came
 
         got = streams.fetch(wanted.job.chunk, wanted.memory, wanted.due, self.stall_s, check)
-        return Arrived(got.block, got.length, "stream")
+        return Arrived(got.block, got.length, streams.way)
 
     def _placed(
         self, wanted: Wanted, remote: str, epoch: int, nixl: NixlAgent, streams: Streams
@@ -174,25 +175,6 @@ class Fetcher:
             nixl.thread, nixl.read, ways.remote, opened.address, memory, wanted.due, self.stall_s
         )
         return True
-
-
-class Verifier:
-    """Verifies a payload while it comes. A recurrent state is one granule, and so is verified at its end."""
-
-    def __init__(self, header: ChunkHeader, memory: memoryview) -> None:
-        self._checksums, self._memory, self._granule = header.checksums, memory, header.granule_bytes
-        self._verified = 0
-
-    def came(self, count: int) -> None:
-        """So many bytes are there. Raises Damaged."""
-        whole = count // self._granule
-        if whole == self._verified:
-            return
-        at, end = self._verified * self._granule, whole * self._granule
-        bad = first_bad_granule(self._memory[at:end], self._granule, self._checksums[8 * self._verified : 8 * whole])
-        if bad is not None:
-            raise Damaged(f"granule {self._verified + bad} has another checksum than its header says")
-        self._verified = whole
 
 
 def _verify(header: ChunkHeader, payload: memoryview) -> None:

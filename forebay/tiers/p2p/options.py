@@ -16,18 +16,19 @@ from forebay.ipc.sockets import socket_path
 from forebay.tiers.registry import convert_options
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-Bulk = Literal["auto", "nixl", "stream", "frames"]
+Bulk = Literal["auto", "nixl", "stream", "tls", "frames"]
 
 
 class P2pOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One host's part in a group of stores.
 
-    `store` is this host's own store, for which peers are served on `listen` (empty: nobody is served). `peers` are
-    `NAME=HOST:PORT`, comma separated, each the `listen` of another host; `keys` a directory with this host's key pair
-    and the public key NAME.pub of each peer. Without it everything is plain, which is taken on loopback only.
-    `push_to` names peers: a chunk that is copied to this tier goes to one of them. Seconds: a peer has `ask_s` to say
-    what it has and `stall_s` to make progress; a hit is remembered for `hit_s`, a miss for `miss_s`, and what a peer
-    was told that there is stays pinned for `lend_s`, of at most `lend_bytes` in all.
+    `store` is this host's own store, for which peers are served on `listen` (empty: nobody is served), by streams on
+    `stream_port` (0: one that the kernel chooses). `peers` are `NAME=HOST:PORT`, comma separated, each the `listen` of
+    another host; `keys` a directory with this host's key pair and the public key NAME.pub of each peer. Without it
+    everything is plain, which is taken on loopback only. `push_to` names peers: a chunk that is copied to this tier
+    goes to one of them. Seconds: a peer has `ask_s` to say what it has and `stall_s` to make progress; a hit is
+    remembered for `hit_s`, a miss for `miss_s`, and what a peer was told that there is stays pinned for `lend_s`, of
+    at most `lend_bytes` in all.
     """
 
     store: str
@@ -36,6 +37,7 @@ class P2pOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     keys: str = ""
     push_to: str = ""
     bulk: Bulk = "auto"
+    stream_port: int = 0
     ask_s: float = 0.25
     stall_s: float = 1.0
     hit_s: float = 1.0
@@ -102,6 +104,25 @@ class Settings:
         """The directory of keys; None for plain."""
         return Path(self.options.keys) if self.options.keys else None
 
+    @property
+    def serves_plain(self) -> bool:
+        """Are streams taken without TLS?"""
+        return self.listen is not None and self.takes_plain(self.listen)
+
+    @property
+    def serves_tls(self) -> bool:
+        """Are streams taken through TLS?"""
+        return self.listen is not None and self.takes_tls and not self.serves_plain
+
+    def takes_plain(self, address: Address) -> bool:
+        """May streams to or at this address go without TLS?"""
+        return address.loopback and self.options.bulk in ("auto", "nixl", "stream")
+
+    @property
+    def takes_tls(self) -> bool:
+        """May streams go through TLS? Without keys there is nothing to tell by who is at the other end."""
+        return self.keys is not None and self.options.bulk in ("auto", "nixl", "tls")
+
 
 def p2p_settings(name: str, options: Mapping[str, object]) -> Settings:
     """Typed and checked options. Raises ConfigError that names the option."""
@@ -142,6 +163,8 @@ def _check_numbers(where: str, found: P2pOptions) -> None:
     for option in ("lend_bytes", "load_queue_bytes", "push_queue_bytes"):
         if getattr(found, option) < 0:
             raise ConfigError(f"{where}: {option} can't be negative")
+    if not 0 <= found.stream_port < 1 << 16:
+        raise ConfigError(f"{where}: stream_port must be from 0 (any) to 65535")
     if not 1 <= found.loads_at_once <= 64:
         raise ConfigError(f"{where}: loads_at_once must be from 1 to 64")
 
@@ -153,6 +176,8 @@ def _check_plain(where: str, settings: Settings) -> None:
     far = [(what, address) for what, address in far if not address.loopback]
     if settings.options.bulk == "stream" and far:
         raise ConfigError(f"{where}: bulk stream is plain TCP, for loopback only, and {far[0][0]} isn't: leave it out")
+    if settings.options.bulk == "tls" and settings.keys is None:
+        raise ConfigError(f"{where}: bulk tls takes keys, by which it tells who is at the other end")
     if settings.keys is not None:
         if not settings.keys.is_absolute():
             raise ConfigError(f"{where}: keys {str(settings.keys)!r} must be an absolute path")

@@ -9,22 +9,26 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from forebay.tiers.base import JobResult, StoreJob
 from forebay.tiers.chunks import Slot
 from forebay.tiers.p2p.errors import PeerError, PeerLost, PeerRefused
+from forebay.tiers.p2p.fetch import Ways
 from forebay.tiers.p2p.link import Inbox, Link
 from forebay.tiers.p2p.peer import Peer
+from forebay.tiers.p2p.streams import Offered, Streams
 from forebay.tiers.p2p.wire import PIECE_BYTES, WINDOW, Accepted, Bytes, Declined, Offer, Stored, Taken, Withdraw
 
 log = logging.getLogger("forebay.tier.p2p")
 
 PUSHES_AT_ONCE = 4
 PUSH_S = 30.0
-"""One step of a push may take so long while others on the same link get on."""
+"""A push may take so long by stream; and one step of it by frames, while others on the same link get on."""
 REASONS = {"full": "full", "busy": "dropped", "namespace": "dropped", "corrupt": "corrupt"}
 
 
@@ -42,10 +46,12 @@ class Pushes:
     namespaces: Mapping[bytes, bytes]
     finish: Callable[[JobResult], None]
     stall_s: float
+    ways: Callable[[Peer], Ways | None]
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self._turns = asyncio.Semaphore(PUSHES_AT_ONCE)
+        self._threads = ThreadPoolExecutor(PUSHES_AT_ONCE, "p2p-push")
         self.running = 0
 
     async def run(self, job: StoreJob, slot: Slot) -> None:
@@ -68,11 +74,14 @@ class Pushes:
         if not names:
             return JobResult(job.id, False, "dropped")
         peer = self.peers[names[0]]
-        link = peer.bulk
-        if link is None:
+        ways = self.ways(peer)
+        if ways is None:
             return JobResult(job.id, False, "dropped")
         try:
-            reason = await self._to(link, job, slot)
+            if ways.streams is not None:
+                reason = await self._by_stream(ways.streams, job, slot)
+            else:
+                reason = await self._by_frames(ways.link, job, slot)
         except PeerRefused:
             return JobResult(job.id, False, "dropped")
         except PeerLost as error:
@@ -80,13 +89,36 @@ class Pushes:
             return JobResult(job.id, False, "io")
         except PeerError:
             return JobResult(job.id, False, "io")
-        if reason:
-            return JobResult(job.id, False, REASONS.get(reason, "io"))
-        peer.served()
-        return JobResult(job.id, True, length=job.length)
+        if reason in ("", "have"):
+            peer.served()
+            return JobResult(job.id, True, length=job.length)
+        return JobResult(job.id, False, REASONS.get(reason, "io"))
 
-    async def _to(self, link: Link, job: StoreJob, slot: Slot) -> str:
-        """Push to one peer; empty if it has the chunk now, else why not. Raises PeerError."""
+    async def _by_stream(self, streams: Streams, job: StoreJob, slot: Slot) -> str:
+        """As `_by_frames`, on a thread. Its end is waited for, whatever happens: until then the slot is read."""
+        namespace = self.namespaces.get(slot.header.namespace, b"")
+        offered = Offered(job.chunk, slot.block, slot.payload, namespace)
+        loop = asyncio.get_running_loop()
+        asked = loop.run_in_executor(self._threads, streams.push, offered, time.monotonic() + PUSH_S, self.stall_s)
+        try:
+            reason = await asyncio.shield(asked)
+        except asyncio.CancelledError:
+            streams.close()
+            await asyncio.wait([asked])
+            raise
+        if reason:
+            self.counts[f"declined_{reason}"] += 1
+        else:
+            self.counts[f"pushes_by_{streams.way}"] += 1
+            self.counts["pushed_bytes"] += len(slot.payload)
+        return reason
+
+    def close(self) -> None:
+        """No more pushes."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _by_frames(self, link: Link, job: StoreJob, slot: Slot) -> str:
+        """Push to one peer; empty if it has stored the chunk, else why not. Raises PeerError."""
         namespace = self.namespaces.get(slot.header.namespace, b"")
         with link.request() as (rid, inbox):
             if not link.send(Offer(rid, slot.block, len(slot.payload), namespace)):
@@ -94,7 +126,7 @@ class Pushes:
             message, _ = await link.next(inbox, PUSH_S, self.stall_s)
             if isinstance(message, Declined):
                 self.counts[f"declined_{message.reason}"] += 1
-                return "" if message.reason == "have" else message.reason
+                return message.reason
             if not isinstance(message, Accepted):
                 raise PeerLost(f"{type(message).__name__} came instead of Accepted")
             ended = False
@@ -104,8 +136,11 @@ class Pushes:
             finally:
                 if not ended:
                     link.send(Withdraw(rid))
-        self.counts["pushed_bytes"] += len(slot.payload) if stored.ok else 0
-        return "" if stored.ok else stored.reason or "io"
+        if not stored.ok:
+            return stored.reason or "io"
+        self.counts["pushes_by_frames"] += 1
+        self.counts["pushed_bytes"] += len(slot.payload)
+        return ""
 
     async def _send(self, link: Link, rid: int, inbox: Inbox, payload: memoryview) -> Stored:
         sent = taken = 0

@@ -66,7 +66,7 @@ SWEEP_S = 1.0
 
 @dataclass
 class Server:
-    """Serves one socket. `stream_port` is where tickets are taken (0: nowhere)."""
+    """Serves one socket. `stream_port` is where tickets are taken (0: nowhere), with a `fingerprint` through TLS."""
 
     socket: Socket
     name: str
@@ -74,6 +74,7 @@ class Server:
     source: Source
     remote: Remote
     stream_port: int = 0
+    fingerprint: bytes = b""
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -171,8 +172,11 @@ class Server:
         metadata = self.remote.metadata() if hello.nixl else b""
         self._send(
             identity,
-            Welcome(VERSION, self.name, self.boot, self.stream_port, guest.ticket, metadata, self.remote.epoch),
-        )
+            Welcome(
+                VERSION, self.name, self.boot, self.stream_port, guest.ticket, metadata, self.remote.epoch,
+                self.fingerprint,
+            ),
+        )  # fmt: skip
 
     def _start(self, guest: Guest, identity: bytes, rid: int, work: Coroutine[Any, Any, None]) -> bool:
         """Do something that takes our daemon; False if the guest has too much of that under way."""

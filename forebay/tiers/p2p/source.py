@@ -87,7 +87,10 @@ class Source(Protocol):
         """The room isn't written any more."""
 
     def writable(self, room: Room) -> bool:
-        """May the room still be written? Ask before each piece."""
+        """May the room still be written? Ask before each piece, on the loop."""
+
+    def write(self, room: Room, at: int, piece: memoryview) -> bool:
+        """Copy a piece to `at` of the room, from any thread; False if it may not be written any more."""
 
     def damaged(self, chunk: ChunkId) -> None:
         """Somebody has read wrong bytes: the store shall look at this chunk itself."""
@@ -152,9 +155,9 @@ class StoreSource(Source):
         """Leases have ended with it. To connect is to say that nothing from before is being written: so from here on
         nothing is."""
         self._welcomed = False
-        self._connection += 1
         self._registered.clear()
-        with self._lock:
+        with self._lock:  # and so not in the middle of a `write`
+            self._connection += 1
             self._lent.clear()
             self._by_chunk.clear()
             self._lent_bytes = 0
@@ -344,6 +347,13 @@ class StoreSource(Source):
 
     def writable(self, room: Room) -> bool:
         return room.connection == self._connection and self.connected
+
+    def write(self, room: Room, at: int, piece: memoryview) -> bool:
+        with self._lock:
+            if not self.writable(room):
+                return False
+            room.payload[at : at + len(piece)] = piece
+        return True
 
     def damaged(self, chunk: ChunkId) -> None:
         self._client.damaged([(chunk.group, chunk.key)])

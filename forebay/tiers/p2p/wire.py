@@ -20,7 +20,7 @@ from forebay.ipc.framing import Codec
 from forebay.kvstore.identity import KEY_BYTES
 from forebay.tiers.base import ChunkId, LookupResult, Query
 
-VERSION = 1
+VERSION = 2
 PIECE_BYTES = 1 << 20
 """Bytes of a chunk in one message."""
 WINDOW = 8
@@ -48,8 +48,9 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Answer to Hello. `ticket` opens streams at `stream_port` (0: none here); `nixl` is the metadata of an agent that
-    may be read from (empty: none), as of `nixl_epoch`."""
+    """Answer to Hello. `ticket` opens streams at `stream_port` (0: none here), which go through TLS if there is the
+    `fingerprint` of a certificate; `nixl` is the metadata of an agent that may be read from (empty: none), as of
+    `nixl_epoch`."""
 
     version: int
     name: str
@@ -58,6 +59,7 @@ class Welcome(Message, frozen=True):
     ticket: bytes
     nixl: bytes
     nixl_epoch: int
+    fingerprint: bytes = b""
 
 
 class Refused(Message, frozen=True):

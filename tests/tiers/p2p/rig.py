@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from forebay.testing.conformance import Driver, InProcess, Pool
+from forebay.tiers.p2p.keys import own_pair
 from forebay.tiers.p2p.source import Source
 from forebay.tiers.p2p.tier import P2pTier
 from tests.tiers.p2p.sources import DictSource
@@ -13,6 +15,14 @@ from tests.tiers.p2p.stores import free_port
 NAMESPACES = (b"n" * 32, b"o" * 32)
 """Of the chunks that the suite makes."""
 NOWHERE = "unix:///nowhere.sock"
+
+
+def own_folder(tmp_path: Path, name: str) -> Path:
+    """Keys of a host that knows itself as `name`: enough for two tiers that share it."""
+    folder = tmp_path / "keys"
+    pair = own_pair(folder)
+    (folder / f"{name}.pub").write_bytes(pair.public)
+    return folder
 
 
 class Host:

@@ -48,6 +48,8 @@ def test_addresses_are_hosts_and_ports() -> None:
         ({"bulk": "carrier-pigeon"}, "bulk"),
         ({"unknown": 1}, "unknown"),
         ({"listen": "10.0.0.1:7450", "keys": "/k", "bulk": "stream"}, "stream"),
+        ({"bulk": "tls"}, "bulk tls takes keys"),
+        ({"stream_port": 65536}, "stream_port"),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(options: dict[str, object], words: str) -> None:
@@ -59,6 +61,20 @@ def test_what_cannot_be_is_refused_in_words(options: dict[str, object], words: s
 def test_with_keys_any_address_is_taken() -> None:
     settings = p2p_settings("p", GOOD | {"listen": "10.0.0.1:7450", "peers": "b=10.0.0.2:1", "keys": "/etc/keys"})
     assert settings.keys == Path("/etc/keys")
+
+
+@pytest.mark.parametrize(
+    ("listen", "keys", "bulk", "way"),
+    [
+        ("127.0.0.1:1", "", "auto", "plain"), ("127.0.0.1:1", "/k", "auto", "plain"),
+        ("127.0.0.1:1", "", "nixl", "plain"), ("127.0.0.1:1", "/k", "tls", "tls"), ("10.0.0.1:1", "/k", "auto", "tls"), ("10.0.0.1:1", "/k", "nixl", "tls"),
+        ("10.0.0.1:1", "/k", "tls", "tls"), ("127.0.0.1:1", "", "frames", ""), ("10.0.0.1:1", "/k", "frames", ""),
+        ("127.0.0.1:1", "/k", "stream", "plain"),
+    ],
+)  # fmt: skip
+def test_streams_are_plain_on_loopback_alone(listen: str, keys: str, bulk: str, way: str) -> None:
+    settings = p2p_settings("p", GOOD | {"listen": listen, "keys": keys, "bulk": bulk})
+    assert (settings.serves_plain, settings.serves_tls) == (way == "plain", way == "tls")
 
 
 def test_a_store_whose_peers_would_be_plain_over_the_network_does_not_start(tmp_path: Path) -> None:

@@ -6,12 +6,13 @@ import os
 import random
 import time
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import pytest
 
 from forebay.testing.chaosproxy import CALM, ChaosProxy, Weather
 from forebay.testing.conformance import Made, Pool, numbered
-from tests.tiers.p2p.rig import Asker, Host
+from tests.tiers.p2p.rig import Asker, Host, own_folder
 
 ROUNDS = int(os.environ.get("FOREBAY_WEATHER_ROUNDS", "12"))
 BIG = numbered(1, granule=1 << 20)
@@ -21,21 +22,24 @@ Setting = tuple[Asker, Host, ChaosProxy, ChaosProxy]
 """The tier under test, its peer, and the weather on the control connection and on streams."""
 
 
-@pytest.fixture(params=["frames", "stream"])
-def setting(request: pytest.FixtureRequest, open_all: ExitStack, pool: Pool) -> Setting:
+@pytest.fixture(params=["frames", "stream", "tls"])
+def setting(request: pytest.FixtureRequest, open_all: ExitStack, pool: Pool, tmp_path: Path) -> Setting:
     """A tier, its peer, and the weather between them: on the control connection, and on streams."""
-    host = open_all.enter_context(closing(Host("peer", bulk=request.param)))
+    keys = {"keys": str(own_folder(tmp_path, "peer"))} if request.param == "tls" else {}
+    host = open_all.enter_context(closing(Host("peer", bulk=request.param, **keys)))
     control = open_all.enter_context(ChaosProxy(("127.0.0.1", host.port), seed=1))
     streams = control
     server = host.tier._engine._server
     assert server is not None
-    if request.param == "stream":
+    if request.param != "frames":
         streams = open_all.enter_context(ChaosProxy(("127.0.0.1", server.stream_port), seed=2))
         server.stream_port = streams.port
-    asker = Asker(pool, f"peer=127.0.0.1:{control.port}", bulk=request.param, stall_s=0.3, ask_s=0.5)
+    asker = Asker(pool, f"peer=127.0.0.1:{control.port}", bulk=request.param, stall_s=0.3, ask_s=0.5, **keys)
     open_all.enter_context(closing(asker))
     host.source.put(BIG)
     asker.sees("peer")
+    if request.param != "frames":
+        asker.until(lambda: asker.value("streams_usable") == 1, "its streams")
     assert asker.driver.serves(BIG)
     return asker, host, control, streams
 
@@ -159,7 +163,7 @@ def test_a_kept_stream_that_the_peer_has_hung_up_is_replaced(open_all: ExitStack
     asker.until(lambda: server.connections == 0, "the peer to hang up")
     assert asker.driver.serves(BIG)
     assert asker.value("peer.peer.downs") == 0
-    streams = asker.tier._engine._streams["peer"]
+    streams = asker.tier._engine._reaching.streams["peer"]
     placed = streams.open(BIG.id, len(BIG.payload), time.monotonic() + 5, 1.0)
     assert placed.block == BIG.block and placed.address == 0
     placed.done()
