@@ -223,7 +223,7 @@ class Promises:
         keys = chunk_keys(request.root, before, namespace.chunk_tokens, request.extra)
         parent = keys[-KEY_BYTES:] if start else request.root
         tokens = request.tokens[4 * start : 4 * whole]
-        prefix = Prefix(len(namespace.groups), parent, start, tokens, request.extra)
+        prefix = Prefix(len(namespace.groups), parent, max(request.start, 0) + start, tokens, request.extra)
         return Scope(request.namespace, request.tenant, prefix)
 
 

@@ -555,7 +555,8 @@ class Checked(Message, frozen=True):
 
 class Clear(Message, frozen=True):
     """Forget chunks in memory and in every tier, pinned or not: those of a namespace (all if empty), of a tenant
-    (None: of all), and with a `root` those that hold the end of `tokens` or go on from there."""
+    (None: of all), and with a `root` those that hold the end of `tokens` or go on from there. A `root` may be any
+    chunk's key, which ends at token `start`."""
 
     rid: int
     namespace: bytes = b""
@@ -563,6 +564,7 @@ class Clear(Message, frozen=True):
     root: bytes = b""
     tokens: bytes = b""
     extra: bytes = b""
+    start: int = 0
 
 
 class Cleared(Message, frozen=True):

@@ -115,9 +115,11 @@ class PromiseCalls(ABC):
         root: bytes = b"",
         tokens: bytes = b"",
         extra: bytes = b"",
+        start: int = 0,
     ) -> Cleared:
         """Forget chunks, in every tier: of a namespace (all if empty), of a tenant, and with a `root` those that hold
-        the end of `tokens` (u32 LE) or go on from there."""
+        the end of `tokens` (u32 LE) or go on from there. `start` is the token where a `root` other than the chain's
+        is."""
         rid = self._session.rid()
-        message = Clear(rid=rid, namespace=namespace, tenant=tenant, root=root, tokens=tokens, extra=extra)
+        message = Clear(rid=rid, namespace=namespace, tenant=tenant, root=root, tokens=tokens, extra=extra, start=start)
         return await self._call(rid, message, Cleared)

@@ -12,17 +12,20 @@ import secrets
 import socket as sockets_of_the_system
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from forebay.errors import ConfigError, TierUnavailable
-from forebay.tiers.base import JobResult, LookupResult, Query, StoreJob
+from forebay.tiers.base import ClearScope, JobResult, LookupResult, Query, StoreJob
 from forebay.tiers.chunks import Slot
 from forebay.tiers.p2p import sockets
 from forebay.tiers.p2p.answers import Answers
-from forebay.tiers.p2p.errors import PeerError
+from forebay.tiers.p2p.clears import PeerClears
+from forebay.tiers.p2p.errors import PeerError, PeerLost
 from forebay.tiers.p2p.fetch import Fetcher, Wanted, Ways
 from forebay.tiers.p2p.keys import KeyPair, own_pair, peer_key
 from forebay.tiers.p2p.loads import Loads
@@ -32,7 +35,7 @@ from forebay.tiers.p2p.peer import Peer, Self
 from forebay.tiers.p2p.push import Pushes
 from forebay.tiers.p2p.reach import Reaching
 from forebay.tiers.p2p.remote import NoRemote
-from forebay.tiers.p2p.server import Server
+from forebay.tiers.p2p.server import CLEAR_S, Server
 from forebay.tiers.p2p.source import Source, StoreSource
 from forebay.tiers.p2p.stream_server import Listen, StreamServer
 from forebay.tiers.p2p.streams import Place, Streams
@@ -78,6 +81,9 @@ class Engine:
         self.up: frozenset[str] = frozenset()
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._clears = PeerClears(
+            [peer.name for peer in settings.peers], self._clear_there, self._spawn, time.monotonic
+        )
         self._reaching = Reaching(settings.options.stall_s)
         self._remotes: dict[str, tuple[str, int]] = {}
         self._threads = ThreadPoolExecutor(settings.options.loads_at_once + 1, "p2p-load")
@@ -134,6 +140,14 @@ class Engine:
     def push(self, job: StoreJob, slot: Slot) -> None:
         """Run a push."""
         self._call(self._spawn, self._pushes_run, job, slot)
+
+    def clear(self, scope: ClearScope) -> bool:
+        """Pass a clear on to all peers, if that is wanted; False if it isn't. What is asked after this call is asked
+        of no peer before it has cleared."""
+        if not self._settings.options.clear_peers or self._clears.obeying(scope):
+            return False
+        self._call(lambda: self._clears.pass_on(scope, self.up))
+        return True
 
     def now(self) -> float:
         """The clock of deadlines."""
@@ -229,6 +243,8 @@ class Engine:
         router = sockets.listening(context, listen, self._pair)
         opened.append(router)
         self._server = Server(router, name, boot, self._source, self.nixl or NoRemote())
+        if self._settings.options.clear_peers and self._pair is not None:
+            self._server.clear = partial(self._clears.obey, clear=self._source.clear)
         if self._settings.serves_plain or self._identity is not None:
             guests, options = self._server.guests, self._settings.options
             self._stream_server = StreamServer(
@@ -272,6 +288,8 @@ class Engine:
     def _changed(self) -> None:
         self.up = frozenset(name for name, peer in self._peers.items() if peer.up)
         self._reaching.only(self.up)
+        for name in self.up:
+            self._clears.came_up(name)
 
     def _greeted(self, peer: Peer, welcome: Welcome) -> None:
         address = next(p.address for p in self._settings.peers if p.name == peer.name)
@@ -301,7 +319,7 @@ class Engine:
 
     def _ways(self, peer: Peer) -> Ways | None:
         link = peer.bulk
-        if link is None or not link.open:
+        if link is None or not link.open or self._clears.due(peer.name):
             return None
         agent, epoch = self._remotes.get(peer.name, (None, -1))
         return Ways(link, self._reaching.streams.get(peer.name), agent, epoch)
@@ -309,7 +327,7 @@ class Engine:
     def _ask_all(self, asked: list[Query]) -> None:
         queries = [query for query in asked if sound(query)]
         for peer in self._peers.values():
-            if not peer.up:
+            if not peer.up or self._clears.due(peer.name) or self._clears.quiet:
                 self._answers.silent(peer.name, asked)
                 continue
             self._answers.silent(peer.name, (query for query in asked if not sound(query)))
@@ -336,6 +354,16 @@ class Engine:
             self._answers.silent(peer.name, batch)
         self._wake()
         return bool(results)
+
+    async def _clear_there(self, name: str, scope: ClearScope) -> int:
+        peer = self._peers[name]
+        if peer.link is None:
+            raise PeerLost("it isn't there")
+        try:
+            return await peer.link.clear(scope, CLEAR_S)
+        except PeerLost as error:
+            peer.leave(f"a clear: {error}")  # it is told again when it is back
+            raise
 
     # --- figures ---------------------------------------------------------------------------------------
 
@@ -364,7 +392,7 @@ class Engine:
             values["serve.stream_bytes"] = float(counts.pop("sent_bytes", 0))
             for name, count in counts.items():
                 values[f"serve.{name}"] = values.get(f"serve.{name}", 0.0) + count
-        values |= self._reaching.figures()
+        values |= self._reaching.figures() | self._clears.figures()
         return values
 
     def states(self) -> dict[str, str]:

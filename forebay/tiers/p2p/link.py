@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import zmq
 
 from forebay.errors import ProtocolError
-from forebay.tiers.base import LookupResult, Query
+from forebay.tiers.base import ClearScope, LookupResult, Query
 from forebay.tiers.p2p.errors import NoAnswer, PeerLost, PeerRefused
 from forebay.tiers.p2p.sockets import Socket, send_now
 from forebay.tiers.p2p.wire import (
@@ -23,6 +23,8 @@ from forebay.tiers.p2p.wire import (
     Ask,
     Bye,
     Bytes,
+    Clear,
+    Cleared,
     GetNixl,
     Hello,
     Message,
@@ -190,6 +192,13 @@ class Link:
         if len(answer.results) != len(queries):
             raise PeerLost(f"{len(answer.results)} answers to {len(queries)} queries")
         return answer.results
+
+    async def clear(self, scope: ClearScope, timeout_s: float) -> int:
+        """Have the peer clear; how many chunks its memory lost. Raises PeerLost, PeerRefused."""
+        with self.request() as (rid, inbox):
+            if not self.send(Clear(rid, scope)):
+                raise PeerLost("the peer takes nothing")
+            return (await inbox.expect(Cleared, timeout_s)).chunks
 
     def fail(self, why: str) -> None:
         """Nothing more comes: whoever waits is told."""

@@ -28,7 +28,8 @@ class P2pOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     everything is plain, which is taken on loopback only. `push_to` names peers: a chunk that is copied to this tier
     goes to one of them. Seconds: a peer has `ask_s` to say what it has and `stall_s` to make progress; a hit is
     remembered for `hit_s`, a miss for `miss_s`, and what a peer was told that there is stays pinned for `lend_s`, of
-    at most `lend_bytes` in all.
+    at most `lend_bytes` in all. With `clear_peers` a clear that is made here is passed on to all peers, and one that a
+    peer passes on is carried out; with keys alone.
     """
 
     store: str
@@ -38,6 +39,7 @@ class P2pOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     push_to: str = ""
     bulk: Bulk = "auto"
     stream_port: int = 0
+    clear_peers: bool = False
     ask_s: float = 0.25
     stall_s: float = 1.0
     hit_s: float = 1.0
@@ -176,6 +178,8 @@ def _check_plain(where: str, settings: Settings) -> None:
     far = [(what, address) for what, address in far if not address.loopback]
     if settings.options.bulk == "stream" and far:
         raise ConfigError(f"{where}: bulk stream is plain TCP, for loopback only, and {far[0][0]} isn't: leave it out")
+    if settings.options.clear_peers and settings.keys is None:
+        raise ConfigError(f"{where}: clear_peers takes keys: else anybody on this host could clear")
     if settings.options.bulk == "tls" and settings.keys is None:
         raise ConfigError(f"{where}: bulk tls takes keys, by which it tells who is at the other end")
     if settings.keys is not None:

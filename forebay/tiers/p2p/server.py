@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
 import zmq
 
-from forebay.errors import CorruptChunk, ProtocolError
+from forebay.errors import CorruptChunk, ForebayError, ProtocolError, RequestRefused
+from forebay.tiers.base import ClearScope
 from forebay.tiers.chunks import verify_payload
 from forebay.tiers.p2p.checks import checked_header
 from forebay.tiers.p2p.guests import OPENS_MAX, PUSHES_MAX, Guest, Guests, Push
@@ -32,6 +33,8 @@ from forebay.tiers.p2p.wire import (
     Ask,
     Bye,
     Bytes,
+    Clear,
+    Cleared,
     Close,
     Damaged,
     Declined,
@@ -61,12 +64,14 @@ log = logging.getLogger("forebay.tier.p2p")
 BUSY_MAX = 32
 """Requests of one guest that wait for our daemon."""
 DAEMON_S = 5.0
+CLEAR_S = 60.0
 SWEEP_S = 1.0
 
 
 @dataclass
 class Server:
-    """Serves one socket. `stream_port` is where tickets are taken (0: nowhere), with a `fingerprint` through TLS."""
+    """Serves one socket. `stream_port` is where tickets are taken (0: nowhere), with a `fingerprint` through TLS.
+    `clear` carries out a guest's clear and returns how many chunks memory lost; None: guests may not clear."""
 
     socket: Socket
     name: str
@@ -75,6 +80,7 @@ class Server:
     remote: Remote
     stream_port: int = 0
     fingerprint: bytes = b""
+    clear: Callable[[ClearScope], Awaitable[int]] | None = None
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -153,6 +159,8 @@ class Server:
                 self._bytes(guest, identity, message, piece)
             case Withdraw(rid=rid):
                 self._withdraw(guest, rid)
+            case Clear():
+                self._start(guest, identity, message.rid, self._clear(guest, identity, message))
             case Damaged(chunk=chunk):
                 self.counts["told_damaged"] += 1
                 self.source.damaged(chunk)
@@ -231,6 +239,22 @@ class Server:
         self.counts["opened"] += 1
         address = self.remote.address(loan.extent, loan.offset)
         self._send(identity, Opened(message.rid, loan.block, len(loan.payload), address, self.remote.epoch))
+
+    async def _clear(self, guest: Guest, identity: bytes, message: Clear) -> None:
+        if self.clear is None:
+            self.counts["clears_refused"] += 1
+            self._send(identity, Refused(message.rid, "clears aren't taken here: clear_peers isn't set"))
+            return
+        try:
+            chunks = await asyncio.wait_for(self.clear(message.scope), CLEAR_S)
+        except ForebayError as error:
+            self.counts["clears_failed"] += 1
+            log.warning("p2p: a clear that %s has passed on failed: %s", guest.name, error)
+            busy = isinstance(error, RequestRefused) and error.code == "busy"
+            self._send(identity, Refused(message.rid, "busy" if busy else str(error)[:200]))
+            return
+        log.info("p2p: %s has passed on a clear: %d chunks of memory are gone", guest.name, chunks)
+        self._send(identity, Cleared(message.rid, chunks))
 
     def _read(self, guest: Guest, identity: bytes, message: Read) -> None:
         loan = guest.loans.get(message.rid)

@@ -20,7 +20,7 @@ from forebay.kvstore.client import AsyncStoreClient
 from forebay.kvstore.header import ChunkHeader, SlotState, decode_header, mark_slot
 from forebay.kvstore.identity import decode_namespace
 from forebay.kvstore.protocol import ChunkRead, Held, NewChunk, Written
-from forebay.tiers.base import ChunkId, LookupResult, Query
+from forebay.tiers.base import ChunkId, ClearScope, LookupResult, Query
 from forebay.tiers.chunks import best_match
 from forebay.tiers.p2p.answers import MISS
 from forebay.tiers.p2p.wire import exact
@@ -91,6 +91,9 @@ class Source(Protocol):
 
     def write(self, room: Room, at: int, piece: memoryview) -> bool:
         """Copy a piece to `at` of the room, from any thread; False if it may not be written any more."""
+
+    async def clear(self, scope: ClearScope) -> int:
+        """Forget all of this, in memory and in the tiers; how many chunks memory lost. Raises ForebayError."""
 
     def damaged(self, chunk: ChunkId) -> None:
         """Somebody has read wrong bytes: the store shall look at this chunk itself."""
@@ -354,6 +357,15 @@ class StoreSource(Source):
                 return False
             room.payload[at : at + len(piece)] = piece
         return True
+
+    async def clear(self, scope: ClearScope) -> int:
+        if scope.parent and not await self._knows(scope.namespace, b""):
+            return 0  # prefixes are those of a namespace, and of this one nothing has been here
+        cleared = await self._client.clear(
+            scope.namespace, tenant=scope.tenant, root=scope.parent, start=scope.start, tokens=scope.tokens,
+            extra=scope.extra,
+        )  # fmt: skip
+        return cleared.chunks
 
     def damaged(self, chunk: ChunkId) -> None:
         self._client.damaged([(chunk.group, chunk.key)])

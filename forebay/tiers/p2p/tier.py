@@ -160,11 +160,12 @@ class P2pTier(SecondaryTier):
         self._answers.forget(chunks)
 
     def clear(self, namespace: bytes) -> int:
-        self._answers.clear()
+        self.clear_scope(ClearScope(namespace))
         return 0
 
     def clear_scope(self, scope: ClearScope) -> int | None:
-        """None: what other hosts have stays there. They have to be cleared themselves."""
+        """None: what peers have stays there, or isn't known to be gone yet. `clears_*` of the figures tell."""
+        self._engine.clear(scope)  # first: what is asked from now on is asked of nobody who has yet to clear
         self._answers.clear()
         return None
 

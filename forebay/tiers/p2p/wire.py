@@ -1,9 +1,9 @@
 """What two stores' p2p tiers say to each other: one message a ZMQ message, bytes of chunks in a second frame.
 
     who dials -> who listens       Hello, Ping, Ask, Open, Read, Close, Offer, Bytes (+ frame), Withdraw, Damaged,
-                                   Bye, GetNixl
+                                   Bye, GetNixl, Clear
     who listens -> who dials       Welcome, Refused, Pong, Nixl, Answer, Opened, NotOpened, Bytes (+ frame), Accepted,
-                                   Declined, Taken, Stored
+                                   Declined, Taken, Stored, Cleared
 
 `rid` is chosen by who dials; Read, Close, Bytes and Withdraw carry that of the Open or Offer they belong to.
 A message of another version, or that isn't one, is answered by Refused or ends the connection; nothing is guessed.
@@ -18,7 +18,7 @@ import msgspec
 
 from forebay.ipc.framing import Codec
 from forebay.kvstore.identity import KEY_BYTES
-from forebay.tiers.base import ChunkId, LookupResult, Query
+from forebay.tiers.base import ChunkId, ClearScope, LookupResult, Query
 
 VERSION = 2
 PIECE_BYTES = 1 << 20
@@ -156,6 +156,20 @@ class Damaged(Message, frozen=True):
     chunk: ChunkId
 
 
+class Clear(Message, frozen=True):
+    """Forget what this covers, in memory and in your tiers. Answered by Cleared, or Refused."""
+
+    rid: int
+    scope: ClearScope
+
+
+class Cleared(Message, frozen=True):
+    """Nothing of it is found there any more; memory lost so many chunks."""
+
+    rid: int
+    chunks: int
+
+
 class Bye(Message, frozen=True):
     """I hang up: nothing that I had open is needed. No answer."""
 
@@ -204,9 +218,9 @@ class Withdraw(Message, frozen=True):
     rid: int
 
 
-ToListener = Union[Hello, Ping, Ask, Open, Read, Close, Offer, Bytes, Withdraw, Damaged, Bye, GetNixl]
+ToListener = Union[Hello, Ping, Ask, Open, Read, Close, Offer, Bytes, Withdraw, Damaged, Bye, GetNixl, Clear]
 ToDialer = Union[
-    Welcome, Refused, Pong, Nixl, Answer, Opened, NotOpened, Bytes, Accepted, Declined, Taken, Stored
+    Welcome, Refused, Pong, Nixl, Answer, Opened, NotOpened, Bytes, Accepted, Declined, Taken, Stored, Cleared
 ]  # fmt: skip
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from forebay.errors import CorruptChunk
 from forebay.kvstore.header import ChunkHeader, encode_header
 from forebay.testing.conformance import Made
-from forebay.tiers.base import ChunkId, LookupResult, Query
+from forebay.tiers.base import ChunkId, ClearScope, LookupResult, Query
 from forebay.tiers.chunks import best_match, verify_payload
 from forebay.tiers.p2p.answers import MISS
 from forebay.tiers.p2p.source import Loan, NoRoom, Room
@@ -33,6 +33,7 @@ class DictSource:
     rooms: dict[int, ChunkHeader] = field(default_factory=dict)
     asked: int = 0
     room_for: int = 1 << 30
+    cleared: list[ClearScope] = field(default_factory=list)
     told_damaged: list[ChunkId] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -102,6 +103,14 @@ class DictSource:
             return False
         room.payload[at : at + len(piece)] = piece
         return True
+
+    async def clear(self, scope: ClearScope) -> int:
+        await self._opened()
+        self.cleared.append(scope)
+        gone = [chunk for chunk, kept in self.chunks.items() if scope.namespace in (b"", kept.header.namespace)]
+        for chunk in gone:
+            del self.chunks[chunk]
+        return len(gone)
 
     def damaged(self, chunk: ChunkId) -> None:
         self.told_damaged.append(chunk)

@@ -50,6 +50,7 @@ def test_addresses_are_hosts_and_ports() -> None:
         ({"listen": "10.0.0.1:7450", "keys": "/k", "bulk": "stream"}, "stream"),
         ({"bulk": "tls"}, "bulk tls takes keys"),
         ({"stream_port": 65536}, "stream_port"),
+        ({"clear_peers": True}, "clear_peers takes keys"),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(options: dict[str, object], words: str) -> None:
@@ -67,9 +68,10 @@ def test_with_keys_any_address_is_taken() -> None:
     ("listen", "keys", "bulk", "way"),
     [
         ("127.0.0.1:1", "", "auto", "plain"), ("127.0.0.1:1", "/k", "auto", "plain"),
-        ("127.0.0.1:1", "", "nixl", "plain"), ("127.0.0.1:1", "/k", "tls", "tls"), ("10.0.0.1:1", "/k", "auto", "tls"), ("10.0.0.1:1", "/k", "nixl", "tls"),
-        ("10.0.0.1:1", "/k", "tls", "tls"), ("127.0.0.1:1", "", "frames", ""), ("10.0.0.1:1", "/k", "frames", ""),
-        ("127.0.0.1:1", "/k", "stream", "plain"),
+        ("127.0.0.1:1", "", "nixl", "plain"), ("127.0.0.1:1", "/k", "stream", "plain"),
+        ("127.0.0.1:1", "/k", "tls", "tls"), ("10.0.0.1:1", "/k", "auto", "tls"),
+        ("10.0.0.1:1", "/k", "nixl", "tls"), ("10.0.0.1:1", "/k", "tls", "tls"),
+        ("127.0.0.1:1", "", "frames", ""), ("10.0.0.1:1", "/k", "frames", ""),
     ],
 )  # fmt: skip
 def test_streams_are_plain_on_loopback_alone(listen: str, keys: str, bulk: str, way: str) -> None:
