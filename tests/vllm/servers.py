@@ -80,7 +80,7 @@ class Engine:
         self.port = free_port()
         environment = os.environ | {
             "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": str(self.kv_space), "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "2", "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_SERVER_DEV_MODE": "1",
             "PYTHONUNBUFFERED": "1", **self.environment,
         }  # fmt: skip
         environment.pop("PYTHONPATH", None)
