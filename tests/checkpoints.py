@@ -7,12 +7,14 @@ a multiple of a block. Their weights are large enough that the best two logits a
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
@@ -72,7 +74,7 @@ def tiny_llama(
 ) -> Path:
     """Three layers, untied head. Returns `path`."""
     sizes = _sizes(layers=3, kv_heads=2, head_dim=20, settings=settings)
-    sizes.setdefault("tie_word_embeddings", False)
+    settings.setdefault("tie_word_embeddings", False)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **settings))
     return _write(model, path, seed, shard_size, adds_bos=True, chat_template=chat_template)
 
@@ -202,6 +204,68 @@ def _write(
     model.save_pretrained(path, max_shard_size=shard_size)
     write_tokenizer(path, adds_bos=adds_bos, chat_template=chat_template)
     return path
+
+
+# --- quantised forms of a checkpoint -------------------------------------------------------------------------
+
+
+def to_fp8(path: Path, block: tuple[int, int] = (32, 24)) -> Path:
+    """Rewrite the checkpoint at `path` in block-scaled FP8: its projections, but for head, embedding and router.
+
+    Returns a sibling directory with the same numbers unquantised: what the quantised ones must compute.
+    """
+    tensors, plain = load_file(path / "model.safetensors"), {}
+    for name, weight in list(tensors.items()):
+        projection = name.endswith("_proj.weight") or name.endswith("_with_mqa.weight") or ".experts." in name
+        if weight.dim() != 2 or not projection:
+            continue
+        rows, columns = (-(-size // step) for size, step in zip(weight.shape, block, strict=True))
+        padded = torch.zeros(rows * block[0], columns * block[1])
+        padded[: weight.shape[0], : weight.shape[1]] = weight
+        tiles = padded.view(rows, block[0], columns, block[1])
+        scales = tiles.abs().amax(dim=(1, 3)).clamp_min(1e-6) / 448.0
+        values = (tiles / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+        whole = (values.float() * scales[:, None, :, None]).view(padded.shape)
+        cut = (slice(weight.shape[0]), slice(weight.shape[1]))
+        tensors[name] = values.view(padded.shape)[cut].contiguous()
+        tensors[f"{name}_scale_inv"] = scales
+        plain[name] = whole[cut].contiguous()
+    method = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
+    return _write_quantised(path, tensors, plain, method)
+
+
+def to_mxfp4(path: Path) -> Path:
+    """Rewrite a gpt_oss checkpoint at `path` with its experts in MXFP4, as it is published; returns what `to_fp8`
+    returns."""
+    tensors, plain = load_file(path / "model.safetensors"), {}
+    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    for name, weight in list(tensors.items()):
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        groups = weight.transpose(1, 2).unflatten(-1, (-1, 32))  # published: [experts, out, in]
+        exponents = (groups.abs().amax(dim=-1).clamp_min(1e-6).log2().floor() - 2).clamp(-127, 127)
+        scaled = groups / exponents.exp2()[..., None]
+        codes = (scaled.abs()[..., None] - grid).abs().argmin(dim=-1)
+        signed = torch.where(scaled < 0, codes + 8, codes).to(torch.uint8)
+        del tensors[name]
+        tensors[f"{name}_blocks"] = (signed[..., 0::2] | (signed[..., 1::2] << 4)).contiguous()
+        tensors[f"{name}_scales"] = (exponents + 127).to(torch.uint8).contiguous()
+        whole = torch.where(scaled < 0, -grid[codes], grid[codes]) * exponents.exp2()[..., None]
+        plain[name] = whole.flatten(-2).transpose(1, 2).contiguous()
+    return _write_quantised(path, tensors, plain, {"quant_method": "mxfp4"})
+
+
+def _write_quantised(
+    path: Path, tensors: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], method: dict[str, Any]
+) -> Path:
+    assert plain, "nothing in this checkpoint was quantised"
+    sibling = path.with_name(f"{path.name}-plain")
+    shutil.copytree(path, sibling)
+    save_file(load_file(path / "model.safetensors") | plain, sibling / "model.safetensors", {"format": "pt"})
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text()) | {"quantization_config": method}
+    (path / "config.json").write_text(json.dumps(config))
+    return sibling
 
 
 def write_tokenizer(path: Path, *, adds_bos: bool, chat_template: str | None = None) -> None:

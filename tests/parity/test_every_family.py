@@ -111,7 +111,9 @@ def test_facts_come_without_weights(case: Case) -> None:
 
 
 def test_bf16_stays_near_fp32(case: Case) -> None:
+    """Most rows do. Where two experts' scores nearly tie, another one may be chosen, and the row is another."""
     rounded = load_model(case.path, dtype=torch.bfloat16, device=CPU)
     found = Runner(rounded).step({0: case.ids})
     assert found.dtype == torch.float32
-    assert torch.corrcoef(torch.stack((found.flatten(), case.wanted.flatten())))[0, 1] > 0.98
+    likeness = torch.nn.functional.cosine_similarity(found, case.wanted)
+    assert likeness.median() > 0.99
