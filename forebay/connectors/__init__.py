@@ -9,4 +9,9 @@
     link        a thread with a connection that comes back by itself
     copying     between an engine's caches and payloads in the pool (torch)
     moving      a rank's loads and stores
+    cells       how an engine keeps K and V in a block
+    grouping    from an engine's layers to our cache groups
+    questions   a lookup that two threads share
+    relay       the store's events, told again
+    guard       nothing is raised into an engine
 """

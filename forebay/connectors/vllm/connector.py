@@ -22,9 +22,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from forebay.connectors.guard import guarded, nothing
 from forebay.connectors.orders import Orders
 from forebay.connectors.settings import Settings
-from forebay.connectors.vllm.guard import guarded, nothing
 from forebay.connectors.vllm.metrics import ForebayMetrics, ForebayStats, sources_of
 from forebay.connectors.vllm.scheduler import SchedulerSide
 from forebay.connectors.vllm.worker import WorkerSide

@@ -19,6 +19,7 @@ from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from forebay.connectors.adapters import Adapters
+from forebay.connectors.guard import guarded, guarded_errors, nothing
 from forebay.connectors.keys import Input, RequestKeys, extra_of, salt_of
 from forebay.connectors.link import StoreLink
 from forebay.connectors.orders import Orders, Tables
@@ -27,7 +28,6 @@ from forebay.connectors.relay import Relay, stream_of
 from forebay.connectors.settings import Settings
 from forebay.connectors.tracking import Tracked, Tracker
 from forebay.connectors.vllm.events import as_vllm
-from forebay.connectors.vllm.guard import guarded, guarded_errors, nothing
 from forebay.connectors.vllm.metrics import COUNTS, GAUGES, Differences, ForebayStats
 from forebay.connectors.vllm.model import grouping_of, namespace_of
 from forebay.errors import ForebayError

@@ -11,11 +11,11 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from forebay.connectors.copying import GroupCopier, LayerStack
+from forebay.connectors.guard import guarded_errors
 from forebay.connectors.link import StoreLink
 from forebay.connectors.moving import Done, Mover
 from forebay.connectors.orders import Orders
 from forebay.connectors.settings import Settings
-from forebay.connectors.vllm.guard import guarded_errors
 from forebay.connectors.vllm.metrics import COUNTS, GAUGES, Differences, ForebayStats
 from forebay.connectors.vllm.model import grouping_of
 from forebay.connectors.vllm.packing import packing_of
