@@ -7,6 +7,7 @@ example:
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 from forebay.config import Setting, add_settings, at_least, duration, one_of, path, resolve, size, text
@@ -33,6 +34,10 @@ SETTINGS = (
     Setting("label", text, "", "the model's name for people and topics", shown="last part of its path"),
 )
 
+SPINS = "10000"
+"""How often a compute thread looks for work before it sleeps, some 30 us: libgomp's own 300,000 keep a core from the
+very thread that is waited for wherever others use the machine too. Measured: docs/benchmarks.md."""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add this command's flags."""
@@ -44,6 +49,8 @@ def run(flags: dict[str, Any]) -> int:
     values = resolve("worker", SETTINGS, flags)
     if values["model"] is None or values["listen"] is None:
         raise ConfigError("a worker needs MODEL and --listen, such as --listen unix:///run/forebay/w0.sock")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read once, when torch is imported
     from forebay.workers.config import WorkerConfig
     from forebay.workers.worker import run_worker
 
