@@ -54,6 +54,8 @@ TAIL = [200] * 32 + [201] * 16
 FULLER = [200] * 32 + [201] * 32
 AFTERWARDS = [900] * 64
 DEADLINE_MS = 400
+RUNS_A_PROCESS = 60
+PROGRESS = 100
 
 
 @dataclass
@@ -279,9 +281,13 @@ def inject(every: int = 1, only: str | None = None, jobs: int = 1) -> Outcome:
         for fault in plan:
             _note(outcome, fault, _attempt(fault))
         return outcome
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        for fault, attempt in zip(plan, pool.map(_attempt, plan), strict=True):
+    spawning = multiprocessing.get_context("spawn")
+    # What a run leaves behind in its process isn't the store's: a fresh one now and then keeps it small.
+    with ProcessPoolExecutor(jobs, spawning, max_tasks_per_child=RUNS_A_PROCESS) as pool:
+        for number, (fault, attempt) in enumerate(zip(plan, pool.map(_attempt, plan), strict=True), start=1):
             _note(outcome, fault, attempt)
+            if number % PROGRESS == 0:
+                print(f"{number} of {len(plan)} faults, {len(outcome.failures)} failures", file=sys.stderr, flush=True)
     return outcome
 
 
