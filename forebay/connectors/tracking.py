@@ -106,10 +106,7 @@ class Tracked:
 
 @dataclass(slots=True)
 class Tracker:
-    """All requests that are followed. `clock` is in seconds. With `whole_only` the engine can't compute several tokens
-    behind a prefix that it has been given, so that only a hit that leaves a single one is of use. Less than `load_min`
-    tokens are computed sooner than loaded.
-    """
+    """All requests that are followed. `clock` is in seconds; fewer than `load_min` tokens are computed, not loaded."""
 
     namespace: Namespace
     groups: tuple[EngineGroup, ...]
@@ -117,7 +114,6 @@ class Tracker:
     clock: Callable[[], float]
     requests_max: int
     tenant: str = ""
-    whole_only: bool = False
     load_min: int = 1
     counters: Counter[str] = field(default_factory=Counter)
     hits: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -155,9 +151,7 @@ class Tracker:
         if tracked.stage is Stage.ASKING:
             return None
         tracked.promised_from = computed
-        if tracked.answer is None or (self.whole_only and tracked.answer.hit < tracked.request.num_tokens - 1):
-            return 0
-        gained = tracked.answer.hit - computed
+        gained = tracked.answer.hit - computed if tracked.answer is not None else 0
         return gained if gained >= self.load_min else 0
 
     def _stale(self, tracked: Tracked) -> bool:

@@ -140,17 +140,6 @@ def test_what_the_device_has_all_of_is_not_asked_for() -> None:
     assert track.matched("r", 96, impatient) == 0 and not store.questions
 
 
-def test_an_engine_that_can_not_go_on_from_a_prefix_is_given_only_what_leaves_one_token() -> None:
-    store = Store()
-    track = tracker(store)
-    track.whole_only = True
-    for name, tokens, hit, expected in (("a", 65, 64, 64), ("b", 66, 64, 0), ("c", 65, 48, 0)):
-        added(track, tokens, name)
-        assert track.matched(name, 0, lambda question, hit=hit: store.answer(question, hit) and None) == expected
-        track.allocated(name, tables(expected), expected)
-    assert store.released == {2: 1, 3: 1}
-
-
 def test_little_is_computed_rather_than_loaded() -> None:
     store = Store()
     track = tracker(store)

@@ -90,8 +90,8 @@ class Engine:
             )
         return self
 
-    def ready(self) -> Engine:
-        """Wait until it serves, and, if it has one, its store knows it."""
+    def ready(self, *, known: bool = True) -> Engine:
+        """Wait until it serves, and, if it has one, its store knows it (`known`)."""
         until = time.monotonic() + START_S
         while time.monotonic() < until:
             assert self.process is not None and self.process.poll() is None, self.log.read_text()[-4000:]
@@ -102,7 +102,7 @@ class Engine:
                 time.sleep(0.1)
         else:
             raise AssertionError(f"vLLM didn't start:\n{self.log.read_text()[-4000:]}")
-        if self.store is not None:
+        if self.store is not None and known:
             wait("the connection to the store", lambda: "chunks of this model are shared" in self.log.read_text())
             wait("the scheduler's connection", lambda: "connected to the store" in self.log.read_text())
         return self
@@ -158,13 +158,13 @@ class Engine:
 
 
 @contextlib.contextmanager
-def running(*engines: Engine) -> Iterator[None]:
-    """Start engines, end them whatever happens."""
+def running(*engines: Engine, known: bool = True) -> Iterator[None]:
+    """Start engines, end them whatever happens. `known`: see `Engine.ready`."""
     try:
         for engine in engines:
             engine.start()
         for engine in engines:
-            engine.ready()
+            engine.ready(known=known)
         yield
     finally:
         for engine in engines:

@@ -88,6 +88,9 @@ class SchedulerSide:
 
     def _identify(self, config: VllmConfig) -> None:
         settings = self._settings
+        if _lacks_prefixes(config):
+            log.error("this model is served without the store: vLLM has no prefix cache for it on this platform")
+            return
         try:
             namespace = namespace_of(config, self._grouping, settings.chunk_tokens, settings.cache_dir)
         except (ForebayError, OSError) as error:
@@ -101,7 +104,6 @@ class SchedulerSide:
             requests_max=settings.requests_max,
             tenant=settings.tenant,
             load_min=settings.load_tokens_min,
-            whole_only=_lacks_context(config),
         )
         self._encoded = encode_namespace(namespace)
         self._link.use(namespace)
@@ -258,9 +260,9 @@ class SchedulerSide:
         return ForebayStats({COUNTS: counts, GAUGES: gauges})
 
 
-def _lacks_context(config: VllmConfig) -> bool:
-    """Can vLLM's prefill not go on from a prefix? For latent attention it turns its own prefix cache off then (on a
-    CPU): what is loaded would be ignored, and answers wrong. A single token is computed another way."""
+def _lacks_prefixes(config: VllmConfig) -> bool:
+    """Does vLLM turn its own prefix cache off for latent attention? It does on CPUs, where its prefill lets tokens see
+    those behind them: what it computes for a prefix then isn't that prefix's, and must not be stored for anybody."""
     return bool(config.model_config.use_mla) and not config.cache_config.enable_prefix_caching
 
 
