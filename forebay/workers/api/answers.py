@@ -56,9 +56,11 @@ class Answer:
                     if index not in opened:
                         opened.add(index)
                         opening = self.shape.opening(index)
-                        if opening is not None:
+                        if opening is not None and not delta.silent:
                             yield sse(opening)
-                    yield sse(self.shape.chunk(index, delta))
+                    chunk = self.shape.chunk(index, delta)
+                    if not delta.silent:
+                        yield sse(chunk)
         except ApiError as error:
             if not opened:
                 raise

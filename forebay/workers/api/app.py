@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from forebay import __version__
-from forebay.kvstore.identity import decode_namespace, root_key
+from forebay.kvstore.identity import MATCH_UNIT, decode_namespace, root_key
 from forebay.workers.api.answers import Answer
 from forebay.workers.api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
 from forebay.workers.api.errors import ApiError, bad
@@ -58,9 +58,15 @@ def make_app(service: ApiService, keys: Keys) -> FastAPI:
         "/v1/models": routes.models,
         "/metrics": routes.metrics,
         "/forebay/namespace": routes.namespace,
+        "/model_info": routes.model_info,
+        "/get_model_info": routes.model_info,
+        "/server_info": routes.server_info,
+        "/get_server_info": routes.server_info,
+        "/load": routes.load,
     }.items():
         app.add_api_route(path, _guarded(service, keys, path, handler), methods=["GET"], response_model=None)
-    app.add_api_route("/health", routes.health, methods=["GET"], response_model=None)
+    for path in ("/health", "/health_generate"):
+        app.add_api_route(path, routes.health, methods=["GET"], response_model=None)
     _add_errors(app)
     return app
 
@@ -160,6 +166,31 @@ class _Routes:
     async def metrics(self, request: Request, tenant: Tenant) -> Response:
         text = await self._service.metrics.render(self._service.link)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def model_info(self, request: Request, tenant: Tenant) -> Response:
+        """What routers ask a worker for its model."""
+        worker = self._service.worker
+        return json_response(
+            {
+                "model_path": self._service.model, "served_model_name": self._service.model, "is_generation": True,
+                "max_model_len": worker.max_context, "vocab_size": worker.vocab_size,
+            }
+        )  # fmt: skip
+
+    async def server_info(self, request: Request, tenant: Tenant) -> Response:
+        """What routers ask a worker for its shape: one rank, as far as they need to know."""
+        worker = self._service.worker
+        return json_response(
+            {
+                "model_path": self._service.model, "served_model_name": self._service.model, "dp_size": 1,
+                "version": __version__, "max_model_len": worker.max_context, "kv_block_size": MATCH_UNIT,
+                "max_running_requests": self._service.link.max_calls,
+            }
+        )  # fmt: skip
+
+    async def load(self, request: Request, tenant: Tenant) -> Response:
+        """How many generations are under way."""
+        return json_response({"server_load": len(self._service.link.calls)})
 
     async def namespace(self, request: Request, tenant: Tenant) -> Response:
         """Where the caller's chains begin: what `forebay explain` asks a store with."""

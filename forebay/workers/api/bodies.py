@@ -85,6 +85,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     retain_s: float | None = None
     kv_transfer_params: Any = None
     return_token_ids: bool = False
+    resume_token_ids: list[TokenIds] | None = None
     # Never change the answer.
     user: Any = None
     metadata: Any = None
@@ -239,6 +240,17 @@ def choices_of(body: Common) -> int:
     if not 1 <= n <= MAX_N:
         raise bad(f"n is {n}; it takes 1 to {MAX_N}", "n")
     return n
+
+
+def resumed_of(body: Common, choices: int, most: int) -> list[list[int]]:
+    """What each choice has emitted elsewhere, before this request: the answer goes on after it. Raises ApiError 400."""
+    if body.resume_token_ids is None:
+        return [[] for _ in range(choices)]
+    if not body.stream or len(body.resume_token_ids) != choices:
+        raise bad("resume_token_ids takes a list of token ids for each choice, and stream: true", "resume_token_ids")
+    if max(map(len, body.resume_token_ids)) > most:
+        raise bad(f"resume_token_ids has more than max_tokens ({most})", "resume_token_ids")
+    return body.resume_token_ids
 
 
 def refuse_unsupported(body: Common) -> None:

@@ -19,17 +19,19 @@ ClientFinish = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one or several tokens add. `finish` is set on the last one."""
+    """What one or several tokens add. `finish` is set on the last one. A `silent` one was said elsewhere already."""
 
     text: str
     tokens: tuple[TokenOut, ...] = ()
     finish: ClientFinish | None = None
+    silent: bool = False
 
 
 @dataclass
 class Choice:
     """One choice of one prompt: its call, and how its tokens become text. `leader` is the first choice of the
-    same prompt: with its first token the others begin, and find the prompt computed."""
+    same prompt: with its first token the others begin, and find the prompt computed. `resumed` are tokens that the
+    client has: they make text as ever, for what follows them, but aren't said again."""
 
     index: int
     call: Call
@@ -39,6 +41,7 @@ class Choice:
     eos_ids: frozenset[int]
     leader: Call
     produced: int = 0
+    resumed: tuple[int, ...] = ()
 
     @property
     def leads(self) -> bool:
@@ -48,6 +51,17 @@ class Choice:
         """Every token as it comes. Raises ApiError if the generation fails; cancels it if left early."""
         decoder, finder = self.codec.decoder(), StopFinder(self.stops)
         try:
+            for token in self.resumed:
+                self.produced += 1
+                ends = token in self.eos_ids and not self.call.sampling.ignore_eos
+                finder.feed("" if ends else decoder.feed([token]))
+                finish = self._resumed_finish(ends or finder.stopped)
+                out = TokenOut(self.call.id, 0, self.produced - 1, token)
+                yield Delta("", (out,), silent=True)
+                if finish is not None:
+                    # Its worker died between the last token and the end.
+                    yield Delta("" if finder.stopped else finder.feed(decoder.flush()) + finder.flush(), finish=finish)
+                    return
             await self._begin()
             async with aclosing(self.call.outputs()) as outputs:
                 async for event in outputs:
@@ -65,6 +79,11 @@ class Choice:
                     yield Delta(text, (event,))
         finally:
             self.link.stop(self.call)
+
+    def _resumed_finish(self, stopped: bool) -> ClientFinish | None:
+        if stopped:
+            return "stop"
+        return "length" if self.produced >= self.call.sampling.max_tokens else None
 
     async def _begin(self) -> None:
         if not self.leads:

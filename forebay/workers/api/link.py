@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -208,11 +209,12 @@ class WorkerLink:
 
     def start(
         self, prompt: bytes, sampling: Sampling, salt: bytes, tenant: str, *,
-        held: bool = False, retain_s: float = 0.0, settled: bool = False,
+        held: bool = False, retain_s: float = 0.0, settled: bool = False, emitted: Sequence[int] = (),
     ) -> Call:  # fmt: skip
         """Begin a generation. Raises ApiError 503 if there never was a worker, 429 at the cap.
 
-        A `held` one has its place, but is sent only by `release`. For `settled` see `Generate`.
+        A `held` one has its place, but is sent only by `release`. For `settled` see `Generate`. `emitted` are tokens
+        that it goes on from.
         """
         if self.description is None:
             raise unavailable("no worker is ready yet; try again in a moment")
@@ -220,6 +222,9 @@ class WorkerLink:
             self.counters.refused += 1
             raise busy(f"{len(self.calls)} generations are under way already; try again later", RETRY_AFTER_S)
         call = Call(secrets.token_hex(12), prompt, sampling, salt, tenant, held, retain_s, settled)
+        if emitted:
+            call.emitted.extend(emitted)
+            call.begun.set()
         self.calls[call.id] = call
         self._offer(call)
         return call

@@ -27,6 +27,7 @@ from forebay.workers.api.bodies import (
     choices_of,
     prompts_of,
     refuse_unsupported,
+    resumed_of,
     retention_of,
     sampling_of,
     stops_of,
@@ -157,19 +158,28 @@ class ApiService:
         self._count(asked)
         for prompt in prompts:
             self._check_prompt(prompt, sampling)
+        emitted = resumed_of(body, n * len(prompts), sampling.max_tokens)
         choices: list[Choice] = []
         eos = frozenset(self.worker.eos_ids)
         try:
             for prompt in prompts:
                 packed = pack_tokens(prompt)
+                done = emitted[len(choices)]
                 leader = self.link.start(
-                    packed, sampling, salt, tenant.id, retain_s=retain_s, settled=transfer is not None
+                    packed, sampling, salt, tenant.id, retain_s=retain_s, settled=transfer is not None, emitted=done
                 )
-                choices.append(Choice(len(choices), leader, self.link, self.codec, stops, eos, leader))
+                choices.append(
+                    Choice(len(choices), leader, self.link, self.codec, stops, eos, leader, resumed=tuple(done))
+                )
                 for number in range(1, n):
                     other = msgspec.structs.replace(sampling, choice=number)
-                    call = self.link.start(packed, other, salt, tenant.id, held=True, retain_s=retain_s)
-                    choices.append(Choice(len(choices), call, self.link, self.codec, stops, eos, leader))
+                    done = emitted[len(choices)]
+                    call = self.link.start(
+                        packed, other, salt, tenant.id, held=True, retain_s=retain_s, emitted=done
+                    )
+                    choices.append(
+                        Choice(len(choices), call, self.link, self.codec, stops, eos, leader, resumed=tuple(done))
+                    )
         except ApiError:
             for choice in choices:
                 self.link.stop(choice.call)
