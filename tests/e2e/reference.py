@@ -10,7 +10,10 @@ from transformers import AutoModelForCausalLM
 
 def greedy_reference(model: Path, prompts: list[list[int]], length: int) -> list[list[int]]:
     """`length` greedy tokens for each prompt, end-of-sequence ignored."""
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="eager")
+    # Eager experts too: grouped products know no fp64.
+    loaded = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )
     loaded.eval()
     answers = []
     with torch.inference_mode():
