@@ -33,6 +33,7 @@ from benchmarks.vllm_sides.work import Ran, Turns, agents, converse, replay
 PROMPT_TOKENS = 4096
 RESAMPLES = 4000
 OVERHEAD_MAX = 1.02
+ARCHITECTURES = {"gemma3_text": ["Gemma3ForCausalLM"], "llama": ["LlamaForCausalLM"], "qwen3": ["Qwen3ForCausalLM"]}
 DEVICE_BLOCKS = 130
 """Of vLLM's 128 tokens: too few for all conversations."""
 
@@ -43,8 +44,9 @@ def main() -> int:
     report = Report(f"vLLM side by side: {args.model.name}, {args.dtype}, {args.prompts} prompts a cell")
     with tempfile.TemporaryDirectory(prefix="forebay-vllm-") as folder:
         setup = Setup(
-            args.vllm, args.lmcache or Path(), checkpoint(args.model), Path(folder), args.dtype, eager=args.eager
-        )
+            args.vllm, args.lmcache or Path(), checkpoint(args.model, Path(folder) / "model"), Path(folder), args.dtype,
+            eager=args.eager,
+        )  # fmt: skip
         for cell in args.cells.split(","):
             {
                 "reuse": reuse, "overhead": overhead, "turns": turns, "agents": agent_trace, "bench": bench,
@@ -73,11 +75,20 @@ def options() -> argparse.Namespace:
     return args
 
 
-def checkpoint(model: Path) -> Path:
-    """The directory of safetensors of a model."""
+def checkpoint(model: Path, folder: Path) -> Path:
+    """A directory of safetensors as vLLM wants it: what was converted from GGUF doesn't say that it is to generate."""
     from forebay.models.loading import checkpoint_directory
 
-    return checkpoint_directory(model)
+    found = checkpoint_directory(model)
+    config = json.loads((found / "config.json").read_text())
+    if "architectures" in config:
+        return found
+    folder.mkdir()
+    for path in found.iterdir():
+        (folder / path.name).symlink_to(path)
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ARCHITECTURES[config["model_type"]]}))
+    return folder
 
 
 def sides(setup: Setup, *, alone: bool = True) -> list[Side]:

@@ -160,6 +160,9 @@ def test_100_prompts_of_gemma3_with_its_windows_hit_bit_for_bit(gemma: Cluster) 
         hits = from_store(one, prompts)
         compare(hits, devices, colds)
         settle(gemma)
+        gemma.start_pair("worker", "front")
+        ours = gemma.complete("front", list(prompts[0]), 4)
+        assert ours.cached_tokens == longest_hit(prompts[0]) and ours.token_ids[0] == hits[0].token_ids[0]
 
 
 @pytest.fixture(scope="module")
