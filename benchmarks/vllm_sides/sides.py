@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +18,6 @@ from pathlib import Path
 import httpx
 
 from forebay.kvstore.client import StoreClient
-from forebay.testing.cluster import free_port
 
 START_S = 300.0
 STOP_S = 30.0
@@ -95,7 +96,7 @@ class Side:
     def start(self) -> None:
         """Start vLLM and wait until it serves."""
         self.folder.mkdir(exist_ok=True)
-        self.port = free_port()
+        self.port = quiet_port()
         environment = os.environ | {
             "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": str(self.setup.kv_gib), "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "2", "VLLM_SERVER_DEV_MODE": "1",
@@ -199,10 +200,10 @@ class LMCache(Side):
     def start_peer(self) -> None:
         """LMCache's server, with files behind it."""
         self.folder.mkdir(exist_ok=True)
-        self.rpc = free_port()
+        self.rpc = quiet_port()
         command = [
             str(self.setup.lmcache), "server", "--host", "127.0.0.1", "--port", str(self.rpc),
-            "--http-host", "127.0.0.1", "--http-port", str(free_port()), "--l1-size-gb", str(self.setup.memory_gib),
+            "--http-host", "127.0.0.1", "--http-port", str(quiet_port()), "--l1-size-gb", str(self.setup.memory_gib),
             "--no-l1-use-lazy", "--chunk-size", "256", "--eviction-policy", "LRU", "--max-workers", "2",
             "--disable-observability", "--supported-transfer-mode", "auto", "--shm-name", f"bench-{os.getpid()}",
         ]  # fmt: skip
@@ -220,6 +221,15 @@ class LMCache(Side):
             "kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": self.rpc},
         }  # fmt: skip
+
+
+def quiet_port() -> int:
+    """A free port below those that systems give to whoever asks for any: nobody takes it by chance until it is used."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextlib.contextmanager

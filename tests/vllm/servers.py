@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from forebay.testing.cluster import Cluster, free_port
+from forebay.testing.cluster import Cluster
 
 START_S = 240.0
 STOP_S = 30.0
@@ -77,7 +79,7 @@ class Engine:
 
     def start(self) -> Engine:
         """Start it; returns at once."""
-        self.port = free_port()
+        self.port = quiet_port()
         environment = os.environ | {
             "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": str(self.kv_space), "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_SERVER_DEV_MODE": "1",
@@ -169,6 +171,15 @@ def running(*engines: Engine, known: bool = True) -> Iterator[None]:
     finally:
         for engine in engines:
             engine.stop()
+
+
+def quiet_port() -> int:
+    """A free port below those that systems give to whoever asks for any: nobody takes it by chance until it is used."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def wait(what: str, ready: Any, seconds: float = 60.0) -> Any:
