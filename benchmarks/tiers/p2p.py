@@ -8,6 +8,7 @@ socket moves from the same kind of memory into the same slots, and what NIXL alo
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import multiprocessing
 import os
@@ -35,6 +36,8 @@ from forebay.tiers.base import ChunkId, LoadJob, Query
 from forebay.tiers.p2p.keys import own_pair
 from forebay.tiers.p2p.nixl import NixlAgent
 from forebay.tiers.p2p.tier import P2pTier
+from forebay.tiers.p2p.tls import dialling_context, new_identity
+from forebay.tiers.p2p.wire import PIECE_BYTES
 
 TOKENS = 256
 PATIENCE_S = 60.0
@@ -138,9 +141,8 @@ def puller(source: Source, pool: Pool, name: str, **options: object) -> P2pTier:
     tier.attach_extent(0, pool.memory)
     tier.note_namespace(source.spec.id, encode_namespace(source.spec))
     until = time.monotonic() + PATIENCE_S
-    while tier.statistics().values["peers_up"] < 1 or (
-        options.get("bulk") == "nixl" and tier.statistics().values["nixl_peers"] < 1
-    ):
+    needs = {"nixl": "nixl_peers", "tls": "streams_usable"}.get(str(options.get("bulk")), "peers_up")
+    while tier.statistics().values["peers_up"] < 1 or tier.statistics().values[needs] < 1:
         assert time.monotonic() < until, tier.statistics().info
         time.sleep(0.01)
     return tier
@@ -178,12 +180,16 @@ def look_up(tier: P2pTier, source: Source) -> float:
 # --- bare ------------------------------------------------------------------------------------------------
 
 
-def _send(port: Any, size: int, chunk_bytes: int) -> None:
-    """Another process: whoever connects and sends a byte gets one chunk, again and again."""
+def _send(port: Any, size: int, chunk_bytes: int, tls: bool) -> None:
+    """Another process: whoever connects and sends a number gets that chunk, again and again."""
     memory = Pool(size).memory
+    identity = new_identity() if tls else None
 
     def serve(connection: socket.socket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if identity is not None:
+            connection = identity.context.wrap_socket(connection, server_side=True)
         while number := connection.recv(4):
             at = int.from_bytes(number, "little") * chunk_bytes
             connection.sendall(memory[at : at + chunk_bytes])
@@ -196,13 +202,13 @@ def _send(port: Any, size: int, chunk_bytes: int) -> None:
 
 
 class BareSockets:
-    """`AT_ONCE` connections that fetch chunks into the pool, and check nothing."""
+    """`AT_ONCE` connections that fetch chunks into the pool, and check nothing; through TLS or not."""
 
-    def __init__(self, source: Source, pool: Pool) -> None:
+    def __init__(self, source: Source, pool: Pool, *, tls: bool = False) -> None:
         here, there = multiprocessing.Pipe()
         size = source.chunk_bytes * len(source.chunks)
         self._process = multiprocessing.get_context("spawn").Process(
-            target=_send, args=(there, size, source.chunk_bytes), daemon=True
+            target=_send, args=(there, size, source.chunk_bytes, tls), daemon=True
         )
         self._process.start()
         port = here.recv()
@@ -211,6 +217,9 @@ class BareSockets:
         for connection in self._connections:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if tls:
+            context = dialling_context()
+            self._connections = [context.wrap_socket(connection) for connection in self._connections]
 
     def pull(self) -> float:
         """Fetch every chunk; seconds."""
@@ -266,10 +275,14 @@ class BareNixl:
 
     def _read_all(self) -> float:
         size, bare = self._source.chunk_bytes, self._agent._agent
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self._pool.memory))
         began = time.perf_counter()
         for number in range(len(self._source.chunks)):
             at = number * size
-            handle = self._agent._begin(self._peer, self._address + at, self._pool.memory[at : at + size])
+            pieces = [(at + piece, min(PIECE_BYTES, size - piece), 0) for piece in range(0, size, PIECE_BYTES)]
+            ours = bare.get_xfer_descs([(base + here, length, 0) for here, length, _ in pieces], "DRAM")
+            theirs = bare.get_xfer_descs([(self._address + there, length, 0) for there, length, _ in pieces], "DRAM")
+            handle = bare.initialize_xfer("READ", ours, theirs, self._peer)
             state = bare.transfer(handle)
             while state == "PROC":
                 state = bare.check_xfer_state(handle)
@@ -299,8 +312,8 @@ def in_turns(calls: dict[str, Callable[[], float]], rounds: int) -> dict[str, fl
 
 
 WAYS = {
-    "stream": "", "frames": 'bulk = "frames"', "curve": 'bulk = "frames"\nkeys = "{keys}"',
-    "nixl": 'bulk = "nixl"',
+    "stream": "", "tls": 'bulk = "tls"\nkeys = "{keys}"', "frames": 'bulk = "frames"',
+    "curve": 'bulk = "frames"\nkeys = "{keys}"', "nixl": 'bulk = "nixl"',
 }  # fmt: skip
 
 
@@ -319,12 +332,13 @@ def measure(report: Report, chunk_bytes: int, count: int, rounds: int) -> None:
         pool = Pool(total)
         source = stack.enter_context(running(Path(folder), chunk_bytes, count, ways))
         options: dict[str, dict[str, object]] = {
-            "stream": {}, "frames": {"bulk": "frames"}, "curve": {"bulk": "frames", "keys": str(source.keys)},
-            "nixl": {"bulk": "nixl"},
+            "stream": {}, "tls": {"bulk": "tls", "keys": str(source.keys)}, "frames": {"bulk": "frames"},
+            "curve": {"bulk": "frames", "keys": str(source.keys)}, "nixl": {"bulk": "nixl"},
         }  # fmt: skip
         tiers = {name: stack.enter_context(closing(puller(source, pool, name, **options[name]))) for name in ways}
         calls: dict[str, Callable[[], float]] = {name: partial(pull, tier, source) for name, tier in tiers.items()}
         calls["bare TCP"] = stack.enter_context(closing(BareSockets(source, pool))).pull
+        calls["bare TLS"] = stack.enter_context(closing(BareSockets(source, pool, tls=True))).pull
         if "nixl" in ways:
             calls["bare NIXL"] = stack.enter_context(closing(BareNixl(source, pool))).pull
         seconds = in_turns(calls, rounds)
@@ -343,6 +357,8 @@ def _tell(report: Report, rates: dict[str, float], size: str) -> None:
     tcp = rates["bare TCP"]
     ratio = rates["stream"] / tcp
     report.add(Measure(f"stream, {size}", rates["stream"], "GB/s", tcp, None, ratio, "0.8 of bare TCP", ratio >= 0.8))
+    bare = rates["bare TLS"]
+    report.add(Measure(f"tls, {size}", rates["tls"], "GB/s", bare, None, rates["tls"] / bare, "", True))
     if "nixl" in rates:
         bare = rates["bare NIXL"]
         ratio = rates["nixl"] / bare

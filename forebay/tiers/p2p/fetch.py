@@ -157,11 +157,8 @@ class Fetcher:
     def _read(
         self, nixl: NixlAgent, remote: str, address: int, header: ChunkHeader, memory: memoryview, due: float
     ) -> None:
-        def read_and_verify() -> None:
-            nixl.read(remote, address, memory, due, self.stall_s)
-            _verify(header, memory)  # on the same thread, whose processor has the bytes in its cache
-
-        nixl.thread.submit(read_and_verify).result()
+        nixl.read_soon(remote, address, memory, due, self.stall_s).result()
+        _verify(header, memory)  # on this thread, while the agent's reads the next
 
     async def _by_nixl(self, wanted: Wanted, ways: Ways, opened: Opened, memory: memoryview) -> bool:
         """Read by NIXL; False where that way isn't open."""
@@ -170,9 +167,8 @@ class Fetcher:
             return False
         if not nixl.attached(wanted.job.extent):
             return False
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(
-            nixl.thread, nixl.read, ways.remote, opened.address, memory, wanted.due, self.stall_s
+        await asyncio.wrap_future(
+            nixl.read_soon(ways.remote, opened.address, memory, wanted.due, self.stall_s)
         )
         return True
 

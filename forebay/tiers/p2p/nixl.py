@@ -15,8 +15,9 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from forebay.errors import ConfigError, TierUnavailable
@@ -29,6 +30,8 @@ MODULES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
 SLOWEST_BYTES_S = 50 << 20
 """A transfer that is slower than this, after `stall_s`, is given up."""
 POLL_S = 0.0002
+BATCH_BYTES = 8 << 20
+"""Chunks that wait for one peer are read with one transfer until it has so much; one always is."""
 
 
 def _api() -> Any:
@@ -38,6 +41,18 @@ def _api() -> Any:
         except ImportError:
             continue
     raise ConfigError("p2p with bulk = \"nixl\" takes NIXL: pip install forebay[p2p]")
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """One chunk that is to be read."""
+
+    peer: str
+    address: int
+    memory: memoryview
+    due: float
+    stall_s: float
+    done: Future[None]
 
 
 def _address(memory: memoryview) -> int:
@@ -55,7 +70,8 @@ class NixlAgent:
         api = _api()
         self.thread = ThreadPoolExecutor(1, "p2p-nixl")
         self._extents: dict[int, int] = {}
-        self._peers: dict[str, bytes] = {}
+        self._waiting: deque[_Read] = deque()
+        self._closed = False
         self._metadata = b""
         self._lock = threading.Lock()
         self.epoch = 0
@@ -117,17 +133,62 @@ class NixlAgent:
         except Exception as error:
             log.debug("p2p: NIXL can't forget %s: %r", agent, error)
 
-    def read(self, agent: str, address: int, memory: memoryview, due: float, stall_s: float) -> None:
-        """Fill `memory` from a peer's. On the agent's thread; blocks.
+    def read_soon(self, peer: str, address: int, memory: memoryview, due: float, stall_s: float) -> Future[None]:
+        """Fill `memory` from the memory of a peer, by its agent's name; from any thread, never blocks.
 
-        Raises PeerLost, TooLate before anything has begun, Unfenced if it had to be given up.
+        What waits for one peer is read with one transfer. Ends with PeerLost, TooLate before anything has begun,
+        Unfenced if it had to be given up.
         """
+        read = _Read(peer, address, memory, due, stall_s, Future())
+        with self._lock:
+            if self._closed:
+                read.done.set_exception(PeerLost("NIXL is being closed"))
+                return read.done
+            self._waiting.append(read)
+            if len(self._waiting) == 1:
+                self.thread.submit(self._next)
+        return read.done
+
+    def _next(self) -> None:
+        """One transfer; what it leaves waits for its turn behind whatever else the agent has to do meanwhile."""
         now = time.monotonic()
-        if now >= due:
-            raise TooLate("the deadline has passed")
-        until = min(due, now + stall_s + len(memory) / SLOWEST_BYTES_S)
+        with self._lock:
+            if self._closed:
+                return
+            peer, size = self._waiting[0].peer, 0
+            batch: list[_Read] = []
+            while self._waiting and self._waiting[0].peer == peer and (not batch or size < BATCH_BYTES):
+                read = self._waiting.popleft()
+                if read.done.set_running_or_notify_cancel():
+                    batch.append(read)
+                    size += len(read.memory)
+            if self._waiting:
+                self.thread.submit(self._next)
+        late = [read for read in batch if now >= read.due]
+        for read in late:
+            read.done.set_exception(TooLate("the deadline has passed"))
+        self._together([read for read in batch if read not in late])
+
+    def _together(self, batch: list[_Read]) -> None:
+        if not batch:
+            return
+        until = min(read.due for read in batch)
+        size = sum(len(read.memory) for read in batch)
+        until = min(until, time.monotonic() + min(read.stall_s for read in batch) + size / SLOWEST_BYTES_S)
         try:
-            handle = self._begin(agent, address, memory)
+            self._transfer(batch[0].peer, batch, until)
+        except Exception as error:
+            for read in batch:
+                read.done.set_exception(error)
+            return
+        with self._lock:
+            self.counts["transfers"] += 1
+        for read in batch:
+            read.done.set_result(None)
+
+    def _transfer(self, peer: str, batch: list[_Read], until: float) -> None:
+        try:
+            handle = self._begin(peer, batch)
         except Exception as error:
             raise PeerLost(f"NIXL can't begin: {error!r}") from error
         state = "PROC"
@@ -143,16 +204,20 @@ class NixlAgent:
             self._release(handle)
         if state == "PROC":
             self.counts["given_up"] += 1
-            raise Unfenced(f"a NIXL transfer from {agent} was given up")
+            raise Unfenced(f"a NIXL transfer from {peer} was given up")
         if state != "DONE":
             raise PeerLost(f"NIXL ended with {state}")
 
-    def _begin(self, agent: str, address: int, memory: memoryview) -> Any:
-        base, length = _address(memory), len(memory)
-        pieces = [(at, min(PIECE_BYTES, length - at)) for at in range(0, length, PIECE_BYTES)]
-        ours = self._agent.get_xfer_descs([(base + at, size, 0) for at, size in pieces], "DRAM")
-        theirs = self._agent.get_xfer_descs([(address + at, size, 0) for at, size in pieces], "DRAM")
-        return self._agent.initialize_xfer("READ", ours, theirs, agent)
+    def _begin(self, peer: str, batch: list[_Read]) -> Any:
+        ours, theirs = [], []
+        for read in batch:
+            base, length = _address(read.memory), len(read.memory)
+            for at in range(0, length, PIECE_BYTES):
+                size = min(PIECE_BYTES, length - at)
+                ours.append((base + at, size, 0))
+                theirs.append((read.address + at, size, 0))
+        local, remote = (self._agent.get_xfer_descs(pieces, "DRAM") for pieces in (ours, theirs))
+        return self._agent.initialize_xfer("READ", local, remote, peer)
 
     def _release(self, handle: Any) -> None:
         try:
@@ -166,4 +231,10 @@ class NixlAgent:
 
     def close(self) -> None:
         """Take no more work."""
-        self.thread.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._closed = True
+            self.thread.shutdown(wait=False, cancel_futures=True)
+            waiting, self._waiting = self._waiting, deque()
+        for read in waiting:
+            if read.done.set_running_or_notify_cancel():
+                read.done.set_exception(PeerLost("NIXL is being closed"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import types
 from contextlib import closing
@@ -52,16 +53,16 @@ def test_a_transfer_that_goes_on_for_ever_is_given_up_in_time_and_said_to_be_dan
     memory = memoryview(bytearray(1 << 20))
     began = time.monotonic()
     with pytest.raises(Unfenced):
-        agent.read("peer", 4096, memory, began + 0.1, stall_s=5.0)
+        agent.read_soon("peer", 4096, memory, began + 0.1, 5.0).result(30)
     with pytest.raises(Unfenced):
-        agent.read("peer", 4096, memory, began + 60, stall_s=0.1)
+        agent.read_soon("peer", 4096, memory, began + 60, 0.1).result(30)
     assert time.monotonic() - began < 5
     assert agent._agent.released == 2 == agent.counts["given_up"]
     with pytest.raises(TooLate):
-        agent.read("peer", 4096, memory, began, stall_s=0.1)
+        agent.read_soon("peer", 4096, memory, began, 0.1).result(30)
     agent._agent.state = "ERR"
     with pytest.raises(PeerLost):
-        agent.read("peer", 4096, memory, time.monotonic() + 5, stall_s=0.1)
+        agent.read_soon("peer", 4096, memory, time.monotonic() + 5, 0.1).result(30)
     agent.close()
 
 
@@ -83,3 +84,40 @@ def test_such_a_job_has_no_result_and_the_process_ends(pool: Pool, monkeypatch: 
         asker.tier.close()
         assert not asker.tier._finished, "the daemon tells it, once the process is dead"
         asker.tier._failure = None
+
+
+def test_what_waits_for_one_peer_is_read_together_and_what_is_late_not_at_all(
+    agent: nixl.NixlAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl, "BATCH_BYTES", 3 << 20)
+    agent._agent.state = "DONE"
+    begun: list[list[int]] = []
+    monkeypatch.setattr(agent, "_begin", lambda peer, batch: begun.append([read.address for read in batch]))
+    gate = threading.Event()
+    agent.thread.submit(gate.wait)
+    memory = memoryview(bytearray(1 << 20))
+    due = time.monotonic() + 60
+    asked = [agent.read_soon("peer", number, memory, due, 5.0) for number in range(4)]
+    late = agent.read_soon("peer", 4, memory, time.monotonic(), 5.0)
+    other = agent.read_soon("other", 5, memory, due, 5.0)
+    unwanted = agent.read_soon("other", 6, memory, due, 5.0)
+    unwanted.cancel()
+    gate.set()
+    for read in (*asked, other):
+        read.result(30)
+    with pytest.raises(TooLate):
+        late.result(30)
+    assert begun == [[0, 1, 2], [3], [5]] and agent.counts["transfers"] == 3
+    agent.close()
+
+
+def test_what_waits_when_it_is_closed_is_told(agent: nixl.NixlAgent) -> None:
+    gate = threading.Event()
+    agent.thread.submit(gate.wait)
+    waiting = agent.read_soon("peer", 0, memoryview(bytearray(16)), time.monotonic() + 60, 5.0)
+    agent.close()
+    gate.set()
+    later = [agent.read_soon("peer", 0, memoryview(bytearray(16)), time.monotonic() + 60, 5.0) for _ in range(2)]
+    for read in (waiting, *later):
+        with pytest.raises(PeerLost, match="closed"):
+            read.result(30)
