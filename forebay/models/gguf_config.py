@@ -15,7 +15,7 @@ from forebay.models.gguf_file import GGUFFile
 
 Array = NDArray[Any]
 
-_MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 
 _GLOBAL_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -77,9 +77,9 @@ class _Metadata:
 
 def gguf_config(file: GGUFFile, rope_factors: tuple[float, ...] = ()) -> dict[str, Any]:
     """The `config.json` of the model in `file`. Raises UnsupportedArchitecture or CheckpointBroken."""
-    if file.architecture not in _MODEL_TYPES:
+    if file.architecture not in MODEL_TYPES:
         raise UnsupportedArchitecture(
-            f"{file.path}: architecture {file.architecture!r} is not supported; supported are {', '.join(_MODEL_TYPES)}"
+            f"{file.path}: architecture {file.architecture!r} is not supported; supported are {', '.join(MODEL_TYPES)}"
         )
     found = _Metadata(file)
     embedding = file.tensors.get("token_embd.weight")
@@ -87,7 +87,7 @@ def gguf_config(file: GGUFFile, rope_factors: tuple[float, ...] = ()) -> dict[st
         raise CheckpointBroken(f"{file.path} has no token_embd.weight; download it again")
     heads, hidden = found.size("attention.head_count"), found.size("embedding_length")
     config: dict[str, Any] = {
-        "model_type": _MODEL_TYPES[file.architecture],
+        "model_type": MODEL_TYPES[file.architecture],
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
         "intermediate_size": found.size("feed_forward_length"),
@@ -115,7 +115,11 @@ def _rope_scaling(found: _Metadata, factors: tuple[float, ...]) -> dict[str, Any
     kind = found.get("rope.scaling.type", "none")
     if kind == "none":
         return {}
-    return {"rope_scaling": {"rope_type": kind, "factor": found.get("rope.scaling.factor")}}
+    scaling = {"rope_type": kind, "factor": found.get("rope.scaling.factor")}
+    if kind == "yarn":
+        original = found.size("rope.scaling.original_context_length", found.size("context_length"))
+        scaling["original_max_position_embeddings"] = original
+    return {"rope_scaling": scaling}
 
 
 def _gemma3_settings(found: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,10 +11,13 @@ import gguf
 import pytest
 import torch
 
+from forebay.models.config import Config
 from forebay.models.errors import CheckpointBroken, ModelError, UnsupportedArchitecture
 from forebay.models.gguf_config import gguf_config
 from forebay.models.gguf_file import read_gguf
 from forebay.models.loading import checkpoint_directory, load_model, read_info
+from forebay.models.rope import Rope, YarnScaling, yarn_magnitude
+from forebay.models.rope_config import read_rope
 from forebay.models.tokenizer import Tokenizer
 from tests import checkpoints
 from tests.models.gguf_files import write_gguf
@@ -75,6 +78,17 @@ def test_rope_factors_divide_the_frequencies(tmp_path: Path) -> None:
     assert torch.equal(logits(ones, cache), logits(plain, cache))
     torch.testing.assert_close(logits(four, cache), logits(linear, cache), rtol=0, atol=1e-6)
     assert read_info(four).rope != read_info(plain).rope
+
+
+def test_yarn_is_read(tmp_path: Path) -> None:
+    file = read_gguf(write_gguf(checkpoints.tiny_qwen3(tmp_path / "hf"), tmp_path / "model.gguf"))
+    entries = {"type": "yarn", "factor": 4.0, "original_context_length": 1024}
+    stretched = replace(file, metadata=file.metadata | {f"qwen3.rope.scaling.{k}": v for k, v in entries.items()})
+    rope = read_rope(Config(gguf_config(stretched), file.path), 24, theta=1e4)
+    wanted = YarnScaling(factor=4.0, original_context=1024, magnitude=yarn_magnitude(4.0))
+    assert rope == Rope(10_000.0, 24, yarn=wanted)
+    with pytest.raises(CheckpointBroken, match=r"rope\.scaling\.factor"):
+        gguf_config(replace(file, metadata=file.metadata | {"qwen3.rope.scaling.type": "yarn"}))
 
 
 def test_the_byte_level_tokenizer_is_kept(tmp_path: Path) -> None:

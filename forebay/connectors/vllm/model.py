@@ -133,6 +133,8 @@ def _positions(values: dict[str, Any], directory: Path) -> tuple[tuple[str, str]
     config = Config(values, directory / "config.json")
     try:
         rope = find_family(config).info(config).rope
+        if any(name.endswith(".dynamic") for name in rope):
+            raise UnsupportedArchitecture("vLLM stretches positions dynamically by another rule than our worker")
         return tuple(sorted((name, str(value)) for name, value in rope.items()))
     except UnsupportedArchitecture:
         kept = {name: value for name, value in values.items() if name not in UNNAMED}
