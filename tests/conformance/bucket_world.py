@@ -14,7 +14,7 @@ from botocore.exceptions import ClientError
 from forebay.testing.buckets import SeaweedFS
 from forebay.testing.chaosproxy import CALM, ChaosProxy, Weather
 from forebay.tiers.messages import OptionValue
-from tests.conformance.worlds import QUOTA, World
+from tests.conformance.worlds import QUOTA, Sealed, World
 
 BUCKET, PREFIX = "campaign", "kv"
 BAD = {
@@ -32,6 +32,7 @@ BAD = {
 class S3World(World):
     kind = sick_kind = "s3"
     slack = 16
+    short = 250
 
     def __init__(self, folder: Path, seed: int) -> None:
         super().__init__(folder, seed)
@@ -98,3 +99,7 @@ class S3World(World):
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+class SealedS3World(Sealed, S3World):
+    """Both codecs, in segments too."""

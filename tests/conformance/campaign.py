@@ -31,15 +31,16 @@ from forebay.tiers.chunks import stored_header, verify_payload
 from forebay.tiers.host import TierHost
 from forebay.tiers.messages import OptionValue
 from forebay.tiers.supervise import Patience
-from tests.conformance.bucket_world import S3World
+from tests.conformance.bucket_world import S3World, SealedS3World
 from tests.conformance.file_worlds import SealedFsWorld, SharedFsWorld
-from tests.conformance.peer_world import PeerWorld
+from tests.conformance.peer_world import PeerWorld, TlsPeerWorld
 from tests.conformance.pool_world import PoolWorld
 from tests.conformance.slots import Slots
 from tests.conformance.worlds import WORLDS, World
 
 WORLDS.update({"fs-sealed": SealedFsWorld, "fs-shared": SharedFsWorld})
-WORLDS.update({"s3": S3World, "p2p": PeerWorld, "mooncake": PoolWorld})
+WORLDS.update({"s3": S3World, "s3-sealed": SealedS3World, "mooncake": PoolWorld})
+WORLDS.update({"p2p": PeerWorld, "p2p-tls": TlsPeerWorld})
 
 CHUNKS, IN_FLIGHT, SLOTS = 120, 16, 48
 GRANULES = (16, 1000, 4096, 4096, 20_000, 50_000)

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from pathlib import Path
 
 from forebay.testing.conformance import Driver, InProcess, Made, Pool
 from forebay.tiers.fs.tier import FsTier
 from forebay.tiers.messages import OptionValue
-from tests.conformance.worlds import FsWorld
+from tests.conformance.worlds import FsWorld, Sealed
 
 NEIGHBOURS_MOVES = 8
 
 
-class SealedFsWorld(FsWorld):
+class SealedFsWorld(Sealed, FsWorld):
     """Both codecs."""
-
-    def __init__(self, folder: Path, seed: int) -> None:
-        super().__init__(folder, seed)
-        self.key = folder / "key"
-        self.key.write_text(random.Random(seed).randbytes(32).hex())
-        self.key.chmod(0o600)
-
-    @classmethod
-    def absent(cls) -> str:
-        lacking = [name for name in ("zstandard", "cryptography") if importlib.util.find_spec(name) is None]
-        return f"pip install 'forebay[compress,encrypt]' for {', '.join(lacking)}" if lacking else ""
-
-    def options(self) -> dict[str, OptionValue]:
-        return super().options() | {"compress": "zstd", "encrypt_key_file": str(self.key)}
 
 
 class SharedFsWorld(FsWorld):

@@ -11,7 +11,7 @@ from pathlib import Path
 from forebay.testing.chaosproxy import CALM, ChaosProxy, Weather
 from forebay.tiers.messages import OptionValue
 from tests.conformance.worlds import World
-from tests.tiers.p2p.rig import NOWHERE, Host
+from tests.tiers.p2p.rig import NOWHERE, Host, own_folder
 
 BAD = {
     "delay": Weather(delay_s=0.03, jitter_s=0.05),
@@ -28,16 +28,28 @@ BAD = {
 class PeerWorld(World):
     kind = sick_kind = "p2p"
     partial = True
+    short = 250
 
     def __init__(self, folder: Path, seed: int) -> None:
         super().__init__(folder, seed)
-        self.host = Host("peer")
-        self.proxy = ChaosProxy(("127.0.0.1", self.host.port), seed=seed)
+        self.more = self.bulk(folder)
+        self.host = Host("peer", **self.more)
+        server = self.host.tier._engine._server
+        assert server is not None
+        self.proxies = [
+            ChaosProxy(("127.0.0.1", port), seed=seed + number)
+            for number, port in enumerate((self.host.port, server.stream_port))
+        ]
+        server.stream_port = self.proxies[1].port
+
+    def bulk(self, folder: Path) -> dict[str, OptionValue]:
+        """Options of both sides: how bytes come."""
+        return {}
 
     def options(self) -> dict[str, OptionValue]:
         return {
-            "store": NOWHERE, "peers": f"peer=127.0.0.1:{self.proxy.port}", "push_to": "peer", "hit_s": 0.05,
-            "miss_s": 0.05, "ask_s": 0.1, "stall_s": 0.5,
+            "store": NOWHERE, "peers": f"peer=127.0.0.1:{self.proxies[0].port}", "push_to": "peer", "hit_s": 0.05,
+            "miss_s": 0.05, "ask_s": 0.1, "stall_s": 0.5, **self.more,
         }  # fmt: skip
 
     def ready(self, values: Mapping[str, float]) -> bool:
@@ -47,11 +59,14 @@ class PeerWorld(World):
         name = rng.choice((*BAD, "stopped", "flip", "gone"))
         self.struck[name] += 1
         if name in BAD:
-            self.proxy.weather = BAD[name]
+            struck = [proxy for proxy in self.proxies if rng.random() < 0.7]
+            for proxy in struck:
+                proxy.weather = BAD[name]
             time.sleep(0.05 + rng.random() * 0.2)
-            self.proxy.weather = CALM
-            if rng.random() < 0.3:
-                self.proxy.reset_all()
+            self.calm()
+            for proxy in struck:
+                if rng.random() < 0.3:
+                    proxy.reset_all()
         elif name == "stopped":
             self.host.source.gate.clear()
             time.sleep(rng.random() * 0.3)
@@ -68,7 +83,8 @@ class PeerWorld(World):
             kept.payload[rng.randrange(len(kept.payload))] ^= 1 << rng.randrange(8)
 
     def calm(self) -> None:
-        self.proxy.weather = CALM
+        for proxy in self.proxies:
+            proxy.weather = CALM
 
     def left_behind(self) -> list[str]:
         until = time.monotonic() + 10
@@ -78,5 +94,16 @@ class PeerWorld(World):
         return [f"{source.lent} lent, {len(source.rooms)} reserved at the peer"] if source.lent or source.rooms else []
 
     def close(self) -> None:
-        self.proxy.close()
+        for proxy in self.proxies:
+            proxy.close()
         self.host.close()
+
+
+class TlsPeerWorld(PeerWorld):
+    """Streams through TLS."""
+
+    def bulk(self, folder: Path) -> dict[str, OptionValue]:
+        return {"bulk": "tls", "keys": str(own_folder(folder, "peer"))}
+
+    def ready(self, values: Mapping[str, float]) -> bool:
+        return super().ready(values) and values.get("streams_usable") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import sqlite3
 import sys
@@ -37,6 +38,8 @@ class World(ABC):
     """Descriptors that what is here, in the campaign's own process, may open meanwhile: a library's connections."""
     chunks: Sequence[Made] = ()
     """What the campaign stores."""
+    short = 500
+    """Operations of the short form: fewer where each takes long."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder = folder
@@ -76,6 +79,26 @@ class World(ABC):
 
     def _disk(self, faults: dict[str, float]) -> dict[str, OptionValue]:
         return {"disk_rates": rates_text(faults), "disk_seed": self.seed, "disk_log": str(self.log)}
+
+
+class Sealed(World):
+    """A mix-in: chunks are compressed and encrypted."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.key = folder / "key"
+        self.key.write_text(random.Random(seed).randbytes(32).hex())
+        self.key.chmod(0o600)
+        super().__init__(folder, seed)
+
+    @classmethod
+    def absent(cls) -> str:
+        lacking = [name for name in ("zstandard", "cryptography") if importlib.util.find_spec(name) is None]
+        if lacking:
+            return f"pip install 'forebay[compress,encrypt]' for {', '.join(lacking)}"
+        return super().absent()
+
+    def options(self) -> dict[str, OptionValue]:
+        return super().options() | {"compress": "zstd", "encrypt_key_file": str(self.key)}  # type: ignore[safe-super]
 
 
 class MemoryWorld(World):
