@@ -151,6 +151,8 @@ def decode_batch(payload: bytes) -> DecodedBatch:
 
 
 def _map(event: KVEvent, profile: WireProfile) -> KVEvent:
+    if not profile.extensions:
+        event = msgspec.structs.replace(event, epoch=None, reason=None)
     if isinstance(event, AllBlocksCleared):
         return event
     hashes = _hashes(event.block_hashes, profile)

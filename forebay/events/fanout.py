@@ -26,7 +26,9 @@ class WorkerStreams:
     """The streams of the workers that are attached to one store. All methods belong to one thread.
 
     `shared` gives what all of them are told of, parents first. The i-th worker gets the i-th endpoint as namespaces
-    do (see `forebay.events.streams`). Raises EndpointRefused, EndpointUnavailable and TooManyStreams.
+    do (see `forebay.events.streams`), and a topic of its own unless all have this one `topic`.
+
+    Raises EndpointRefused, EndpointUnavailable and TooManyStreams.
     """
 
     def __init__(
@@ -39,11 +41,12 @@ class WorkerStreams:
         options: StreamOptions | None = None,
         curve: CurveServer | None = None,
         max_workers: int = 64,
+        topic: str | None = None,
     ) -> None:
         self.max_workers = max_workers
         self.shared_batches = 0
         self._endpoint, self._replay, self._model = endpoint, replay, model
-        self._shared = shared
+        self._shared, self._topic = shared, topic
         self._options = options or StreamOptions()
         self._sockets = Sockets(curve)
         self._streams: dict[str, EventPublisher] = {}
@@ -68,7 +71,7 @@ class WorkerStreams:
         index = next(i for i in range(self.max_workers) if i not in self._indices.values())
         stream = EventPublisher(
             nth_endpoint(self._endpoint, index),
-            topic=stream_topic(worker, self._model),
+            topic=stream_topic(worker, self._model) if self._topic is None else self._topic,
             replay=self._replay and nth_endpoint(self._replay, index),
             options=self._options,
             snapshot=lambda: self._snapshot(own),

@@ -7,6 +7,9 @@ A request from before `begin` gets a compacted history instead, if there is a sn
 removals since then that nobody stored again, then the present state, under the sequence numbers that end
 right before the ring's next batch. So the consumer's own gap detection goes on working.
 
+There are consumers that refuse an answer in which a number is missing. For them (`contiguous`) the numbers before the
+compacted history are filled with empty batches, up to a million of them.
+
 A consumer that knows snapshots asks for one and gets the present state under one number, that of the batch after
 which it is true, and then what the ring has from there on. It forgets what it believed; nothing has to fit into
 the numbers that it missed.
@@ -168,6 +171,7 @@ class History:
     # it), and kept no longer.
     SNAPSHOT_SECONDS = 10.0
     BLOCKS_PER_BATCH = 1024
+    FILLERS_MAX = 1_000_000
 
     def __init__(
         self,
@@ -177,7 +181,9 @@ class History:
         dp_rank: int | None,
         snapshot: SnapshotSource | None,
         tombstones: int,
+        contiguous: bool = False,
     ) -> None:
+        self.contiguous = contiguous
         self.ring = ring
         self.tombstones = Tombstones(tombstones, horizon=ring.next)
         self.compactions = 0
@@ -251,9 +257,18 @@ class History:
         known = [sized for event in removals for sized in self._encoded(event, epoch)] + snapshot.events
         payloads = self._pack(known, snapshot.next - start, ts)
         until = self.ring.next
-        for seq, payload in enumerate(payloads, snapshot.next - len(payloads)):
+        first = snapshot.next - len(payloads)
+        if self.contiguous:
+            yield from self._filled(start, first, ts)
+        for seq, payload in enumerate(payloads, first):
             yield Batch(seq, payload)
         yield from self.ring.since(snapshot.next, until)
+
+    def _filled(self, start: int, until: int, ts: float) -> Iterator[Batch | None]:
+        """Empty batches from `start` up to, not including, `until`: the last `FILLERS_MAX` of them."""
+        nothing = msgspec.msgpack.encode([ts, [], self._dp_rank])
+        for seq in range(max(start, until - self.FILLERS_MAX), until):
+            yield Batch(seq, nothing)
 
     def _snapshot(self, source: SnapshotSource, start: int, ts: float) -> _Snapshot:
         """The kept snapshot if it fits between `start` and the ring, else a new one."""

@@ -61,6 +61,16 @@ class HeldBlock:
         lora = self.lora_name if self.lora_name is not None else self.lora_id
         return _Child(self.parent, self.tokens, _frozen(self.extra), lora)
 
+    @staticmethod
+    def event(blocks: Sequence[BlockHash], held: Sequence[HeldBlock], place: HeldIn) -> BlockStored:
+        """These blocks, which follow each other, in one event."""
+        first, extra = held[0], [block.extra for block in held]
+        return BlockStored(
+            list(blocks), first.parent, [token for block in held for token in block.tokens], first.size,
+            lora_id=first.lora_id, lora_name=first.lora_name, medium=place.medium, locality=place.locality,
+            extra_keys=None if all(entry is None for entry in extra) else extra,
+        )  # fmt: skip
+
 
 class _Parked(NamedTuple):
     block: BlockHash
@@ -190,7 +200,7 @@ class Holdings:
             yield from self._run(run, place)
         for (block, place), what in list(self._parked.items()):
             if beside is None or not beside.has(block, place):
-                yield _event([block], [what], place)
+                yield HeldBlock.event([block], [what], place)
 
     def _parents_first(self, place: HeldIn, beside: Holdings | None) -> Iterator[BlockHash]:
         done: set[BlockHash] = set()
@@ -212,19 +222,13 @@ class Holdings:
         """One event for blocks that follow each other, as far as they are still held."""
         held = [self._blocks[block] for block in blocks if block in self._blocks]
         if held and len(held) == len(blocks):
-            yield _event(blocks, held, place)
+            yield HeldBlock.event(blocks, held, place)
 
     # --- changing ----------------------------------------------------------------------------------------
 
     def _store(self, event: BlockStored) -> None:
-        place = HeldIn(event.medium, event.locality)
-        parent = event.parent_block_hash
-        for at, block in enumerate(event.block_hashes):
-            tokens = tuple(event.token_ids[at * event.block_size : (at + 1) * event.block_size])
-            told = event.extra_keys[at] if event.extra_keys and at < len(event.extra_keys) else None
-            what = HeldBlock(parent, tokens, event.block_size, told, event.lora_name, event.lora_id)
-            self._store_one(block, place, what)
-            parent = block
+        for block, what in retold(event):
+            self._store_one(block, HeldIn(event.medium, event.locality), what)
 
     def _store_one(self, block: BlockHash, place: HeldIn, what: HeldBlock) -> None:
         known = self._blocks.get(block)
@@ -297,13 +301,14 @@ class Holdings:
             table.clear()
 
 
-def _event(blocks: Sequence[BlockHash], held: Sequence[HeldBlock], place: HeldIn) -> BlockStored:
-    first, extra = held[0], [block.extra for block in held]
-    return BlockStored(
-        list(blocks), first.parent, [token for block in held for token in block.tokens], first.size,
-        lora_id=first.lora_id, lora_name=first.lora_name, medium=place.medium, locality=place.locality,
-        extra_keys=None if all(entry is None for entry in extra) else extra,
-    )  # fmt: skip
+def retold(event: BlockStored) -> Iterator[tuple[BlockHash, HeldBlock]]:
+    """The event's blocks one by one, in their order, with nothing in `places`."""
+    parent = event.parent_block_hash
+    for at, block in enumerate(event.block_hashes):
+        tokens = tuple(event.token_ids[at * event.block_size : (at + 1) * event.block_size])
+        told = event.extra_keys[at] if event.extra_keys and at < len(event.extra_keys) else None
+        yield block, HeldBlock(parent, tokens, event.block_size, told, event.lora_name, event.lora_id)
+        parent = block
 
 
 def _frozen(entry: Sequence[object] | None) -> tuple[object, ...]:

@@ -111,12 +111,16 @@ class StreamOptions:
     already, so after a restart from 0 it believes the old state until the numbers have caught up; an owner
     that restarts on the same endpoint should begin above all it ever used (`restart_safe_seq`). Consumers
     then see a gap, ask for a replay, and get a clear and the present state.
+
+    `contiguous` is for consumers that refuse an answer whose numbers have holes: see History. They have to see a
+    restart by numbers that go back, so `first_seq` is 0 for them.
     """
 
     epoch: str | None = None
     first_seq: int = 0
     dp_rank: int | None = 0
     profile: WireProfile = field(default_factory=WireProfile)
+    contiguous: bool = False
     limits: PublisherLimits = field(default_factory=PublisherLimits)
 
 
@@ -153,6 +157,7 @@ class EventPublisher:
         self._history = History(
             ring, self.options.profile,
             dp_rank=self.options.dp_rank, snapshot=snapshot, tombstones=limits.tombstones,
+            contiguous=self.options.contiguous,
         )  # fmt: skip
         self._counts = _Counts()
         self._jobs: OrderedDict[bytes, _Replay] = OrderedDict()

@@ -6,7 +6,7 @@ bits as an unsigned integer and lose the whole batch on anything else, some dema
 
 Fields without brackets in vLLM's schema are always present (nil if unknown); optional ones are left out when
 they are None. Ours come last, as extra map keys which other decoders ignore: `epoch` (the boot id of the
-process that owns the stream, as hex) and `reason`.
+process that owns the stream, as hex) and `reason`. Not all others do, see `WireProfile.extensions`.
 """
 
 from __future__ import annotations
@@ -96,12 +96,14 @@ class WireProfile:
 
     `encoding` "array" is vLLM's older positional form; it has no place for locality, epoch and reason.
     `hash_format` "u64" sends the low 64 bits of a key, "bytes32" all of it. With `tokens` False token ids are
-    withheld, for streams that leave the trust boundary.
+    withheld, for streams that leave the trust boundary. With `extensions` False maps have vLLM's keys alone: there are
+    consumers that lose the whole batch over a key that they don't know.
     """
 
     encoding: Literal["map", "array"] = "map"
     hash_format: Literal["u64", "bytes32"] = "u64"
     tokens: bool = True
+    extensions: bool = True
 
 
 def low64(key: bytes) -> int:

@@ -45,8 +45,8 @@ def stream_topic(owner: str, model: str) -> str:
 class NamespaceStreams:
     """The streams of a store. All methods belong to one thread; only `close` may block (briefly).
 
-    `owner` names the store in topics (host:port or a name); `sockets` are the streams' own, made here if none are
-    given. Raises EndpointRefused at once for endpoints that
+    `owner` names the store in topics (host:port or a name), unless all have this one `topic`; `sockets` are the
+    streams' own, made here if none are given. Raises EndpointRefused at once for endpoints that
     can never be bound.
     """
 
@@ -59,12 +59,13 @@ class NamespaceStreams:
         options: StreamOptions | None = None,
         curve: CurveServer | None = None,
         max_streams: int = 64,
+        topic: str | None = None,
         sockets: Sockets | None = None,
     ) -> None:
         for wanted in (endpoint, replay):
             if wanted is not None:
                 check_endpoint(wanted, curve=curve is not None)
-        self.owner, self.max_streams = owner, max_streams
+        self.owner, self.topic, self.max_streams = owner, topic, max_streams
         self.unrouted_batches = 0
         self._endpoint, self._replay = endpoint, replay
         self._options = options or StreamOptions()
@@ -88,7 +89,8 @@ class NamespaceStreams:
                 "clear namespaces that aren't used any more and restart the store"
             )
         index = next(i for i in range(self.max_streams) if i not in self._indices.values())
-        stream = self._bind(index, stream_topic(self.owner, model), snapshot)
+        topic = stream_topic(self.owner, model) if self.topic is None else self.topic
+        stream = self._bind(index, topic, snapshot)
         self._streams[namespace], self._indices[namespace] = stream, index
         return stream
 

@@ -33,12 +33,14 @@ class Stream:
         tombstones: int = 64,
         snapshots: bool = True,
         first: int = 0,
+        contiguous: bool = False,
     ):
         self.held: Held = set()
         self.log: list[list[KVEvent]] = []
         self.history = History(
             ReplayRing(ring, ring_bytes, first), WireProfile(),
             dp_rank=0, snapshot=self.present if snapshots else None, tombstones=tombstones,
+            contiguous=contiguous,
         )  # fmt: skip
 
     def present(self) -> list[BlockStored]:
@@ -212,6 +214,16 @@ def test_one_snapshot_serves_many_requests_and_is_let_go() -> None:
     assert stream.history.snapshot_bytes > 0
     stream.history.tick(200.0)
     assert stream.history.snapshot_bytes == 0
+
+
+def test_a_contiguous_history_has_every_number_that_was_asked_for() -> None:
+    stream = Stream(ring=2, contiguous=True)
+    for number in range(20):
+        stream.publish(block(number))
+    for start in (0, 7, 17):
+        batches = stream.replay(start)
+        assert [batch.seq for batch in batches] == list(range(start, 20))
+        assert stream.belief(start, batches) == stream.held
 
 
 def test_a_snapshot_is_one_number_and_then_what_came_after_it() -> None:

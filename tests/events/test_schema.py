@@ -266,6 +266,17 @@ def test_signed_hashes_of_other_publishers_become_unsigned() -> None:
     assert decode_batch(msgspec.msgpack.encode([0.0, [event], 0])).events == (BlockRemoved([2**64 - 1], CPU),)
 
 
+def test_keys_that_vllm_has_not_can_be_left_out() -> None:
+    told = [
+        BlockStored([1], None, list(range(16)), 16, medium="CPU", epoch="ab", reason="snapshot"),
+        BlockRemoved([1], "CPU", locality="LOCAL", epoch="ab", reason="evicted"),
+        AllBlocksCleared(epoch="ab", reason="snapshot"),
+    ]
+    payload = encode_batch(0.0, told, 0, WireProfile(extensions=False)).payload
+    keys = [set(event) for event in msgspec.msgpack.decode(payload)[1]]
+    assert not any(key & {"epoch", "reason"} for key in keys) and "locality" in keys[1]
+
+
 def test_tokens_can_be_withheld() -> None:
     payload = encode_batch(0.0, [stored(2)], 0, WireProfile(tokens=False)).payload
     event = decode_batch(payload).events[0]
