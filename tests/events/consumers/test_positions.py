@@ -134,7 +134,7 @@ def agree(world: World, readers: list[Positions]) -> list[list[set[str]]]:
     return expected
 
 
-@pytest.mark.parametrize("seed", [1, 2, 4])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_a_reader_of_positions_believes_what_the_store_holds_after_a_random_run(seed: int) -> None:
     world = World(seed, ["arrays"])
     stream = world.streams["arrays"]
