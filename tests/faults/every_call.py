@@ -21,7 +21,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from os import lstat
 from pathlib import Path
@@ -281,10 +280,9 @@ def inject(every: int = 1, only: str | None = None, jobs: int = 1) -> Outcome:
         for fault in plan:
             _note(outcome, fault, _attempt(fault))
         return outcome
-    spawning = multiprocessing.get_context("spawn")
     # What a run leaves behind in its process isn't the store's: a fresh one now and then keeps it small.
-    with ProcessPoolExecutor(jobs, spawning, max_tasks_per_child=RUNS_A_PROCESS) as pool:
-        for number, (fault, attempt) in enumerate(zip(plan, pool.map(_attempt, plan), strict=True), start=1):
+    with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=RUNS_A_PROCESS) as pool:
+        for number, (fault, attempt) in enumerate(zip(plan, pool.imap(_attempt, plan), strict=True), start=1):
             _note(outcome, fault, attempt)
             if number % PROGRESS == 0:
                 print(f"{number} of {len(plan)} faults, {len(outcome.failures)} failures", file=sys.stderr, flush=True)
