@@ -63,6 +63,7 @@ def options() -> argparse.Namespace:
     made.add_argument("--model", type=Path, default=None, help="safetensors or GGUF (default: the demo model)")
     made.add_argument("--dtype", default="bfloat16")
     made.add_argument("--cells", default="reuse,overhead,turns")
+    made.add_argument("--sides", default="alone,lmcache,forebay")
     made.add_argument("--prompts", type=int, default=6)
     made.add_argument("--pairs", type=int, default=40)
     made.add_argument("--trace", type=Path, help="kvct_sessions.jsonl.zst, for the cell `agents`")
@@ -91,24 +92,27 @@ def checkpoint(model: Path, folder: Path) -> Path:
     return folder
 
 
-def sides(setup: Setup, *, alone: bool = True) -> list[Side]:
-    """Those that there are, each on its own."""
-    found: list[Side] = [Alone("alone", setup)] if alone else []
-    if setup.lmcache != Path():
+def sides(setup: Setup, args: argparse.Namespace) -> list[Side]:
+    """Those that were asked for and that there are, each on its own."""
+    wanted = args.sides.split(",")
+    found: list[Side] = [Alone("alone", setup)] if "alone" in wanted else []
+    if "lmcache" in wanted and setup.lmcache != Path():
         found.append(LMCache("lmcache", setup, hybrid=False))
-    return [*found, Forebay("forebay", setup)]
+    return [*found, Forebay("forebay", setup)] if "forebay" in wanted else found
 
 
 def reuse(report: Report, setup: Setup, args: argparse.Namespace) -> None:
     """One side after the other; all see the same prompts."""
     cells: dict[str, dict[str, list[Seen]]] = {}
-    for side in sides(setup):
+    for side in sides(setup, args):
         cells[side.name] = _reuse(side, random_prompts(args.prompts, PROMPT_TOKENS, 7))
     for phase in ("cold", "device", "host", "files"):
         peer = cells.get("lmcache", {}).get(phase)
         for name, phases in cells.items():
             if phase in phases:
                 _tell_reuse(report, phase, name, phases[phase], peer if name == "forebay" else None)
+    if "alone" not in cells:
+        return
     same = [[one.token_ids for one in seen] for phases in cells.values() for seen in phases.values()]
     agree = sum(ids == cells["alone"]["cold"][place].token_ids for run in same for place, ids in enumerate(run))
     report.add(Measure("answers as vLLM alone gives them cold", agree, f"of {sum(map(len, same))}"))
@@ -208,10 +212,12 @@ def _ratio(pairs: Sequence[tuple[Seen, Seen]], of: Callable[[Seen], float]) -> t
     return drawn[RESAMPLES // 40], ratio(values), drawn[-RESAMPLES // 40]
 
 
-def _work(report: Report, setup: Setup, name: str, run: Callable[[Side], Ran]) -> None:
+def _work(
+    report: Report, setup: Setup, args: argparse.Namespace, name: str, run: Callable[[Side], Ran]
+) -> None:
     """One workload on every side in turn, each beginning with nothing."""
     results: dict[str, Ran] = {}
-    for side in sides(setup):
+    for side in sides(setup, args):
         with standing(side):
             _warm(side)
             results[side.name] = run(side)
@@ -233,7 +239,7 @@ def _work(report: Report, setup: Setup, name: str, run: Callable[[Side], Ran]) -
 def turns(report: Report, setup: Setup, args: argparse.Namespace) -> None:
     """Conversations; the device holds some 8,000 tokens."""
     small = replace(setup, blocks=DEVICE_BLOCKS)
-    _work(report, small, "turns", lambda side: converse(side, Turns()))
+    _work(report, small, args, "turns", lambda side: converse(side, Turns()))
 
 
 def agent_trace(report: Report, setup: Setup, args: argparse.Namespace) -> None:
@@ -241,12 +247,12 @@ def agent_trace(report: Report, setup: Setup, args: argparse.Namespace) -> None:
     assert args.trace is not None, "--trace is needed for this cell"
     prompts = agents(args.trace, sessions=8, requests=12, shrink=16, longest=6000)
     small = replace(setup, blocks=DEVICE_BLOCKS)
-    _work(report, small, "agents", lambda side: replay(side, prompts, 8, 2))
+    _work(report, small, args, "agents", lambda side: replay(side, prompts, 8, 2))
 
 
 def bench(report: Report, setup: Setup, args: argparse.Namespace) -> None:
     """vLLM's own load generator: prompts of which several have the same prefix."""
-    for side in sides(setup):
+    for side in sides(setup, args):
         with standing(side):
             _warm(side)
             out = side.folder / "bench.json"

@@ -19,7 +19,7 @@ import httpx
 
 from forebay.kvstore.client import StoreClient
 
-START_S = 300.0
+START_S = 900.0
 STOP_S = 30.0
 TICKS = os.sysconf("SC_CLK_TCK")
 

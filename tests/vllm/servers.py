@@ -19,7 +19,7 @@ import httpx
 
 from forebay.testing.cluster import Cluster
 
-START_S = 240.0
+START_S = 600.0
 STOP_S = 30.0
 
 
