@@ -31,6 +31,7 @@ COMMANDS = {
     "touch": "count a prompt's chunks as just used",
     "warm": "bring a prompt's chunks from the tiers into memory",
     "clear": "forget a namespace, a tenant, or what begins with a prefix",
+    "events": "show KV events, compare them with a store, or retell them for its workers",
     "explain": "how long a prefix of a prompt each tier has, and why it ends there",
 }
 INTERRUPTED = 130

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from forebay.cli.endpoints import ENDPOINTS
 from forebay.cli.places import default_socket, private, runtime_dir
 from forebay.cli.tenants import ATTENTION, POLICY, TENANTS
 from forebay.cli.tiers import TIERS
@@ -27,6 +28,8 @@ SETTINGS = (
     Setting("fsync", one_of("none", "file"), "none", "sync each file before it is published"),
     Setting("events", text, None, "ZMQ endpoint of KV events, such as tcp://127.0.0.1:5557"),
     Setting("replay", text, None, "ZMQ endpoint of their replay"),
+    Setting("event_keys", path, None, "directory of CURVE keys, for --events off loopback"),
+    ENDPOINTS,
     Setting("pin_budget", share, 0.25, "share of memory that hard pins may hold, all together", shown="25%"),
     Setting("retain_budget", share, 0.1, "share of memory that one tenant's requests may retain", shown="10%"),
     Setting("lease", duration, 120.0, "how long a lookup's pins last if nobody gives them back", shown="2m"),

@@ -164,9 +164,11 @@ class Holdings:
         """Whether `held(place)` has it."""
         return self._is_in(block, place) or _Parked(block, place) in self._parked
 
-    def get(self, block: BlockHash) -> HeldBlock | None:
-        """The block, if it is held and its chain is known."""
-        return self._blocks.get(block)
+    def find(self, block: BlockHash) -> HeldBlock | None:
+        """The block, if it was announced anywhere; parked ones too."""
+        if block in self._blocks:
+            return self._blocks[block]
+        return next((what for parked, what in self._parked.items() if parked.block == block), None)
 
     def match(
         self, tokens: Sequence[int], block_size: int, *, extra: Sequence[object] = (), lora: str | int | None = None

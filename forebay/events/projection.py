@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from forebay.events.schema import CPU, LOCAL, STORAGE, BlockRemoved, BlockStored
+import msgspec
+
+from forebay.events.schema import CPU, DEMOTED, EVICTED, LOCAL, STORAGE, BlockRemoved, BlockStored
 from forebay.events.units import GroupKind, TierView, UnitChunk, ViewStats
 
 HOST_TIER = "host"
@@ -52,9 +54,19 @@ class Projection:
         return view.chunk_stored(tier, chunk) if view else []
 
     def chunk_removed(self, tier: str, group: int, key: bytes, reason: str | None = None) -> list[BlockRemoved]:
-        """See TierView."""
+        """See TierView. What is evicted from one place and still in another is told as demoted."""
         view = self._tiers.get(tier)
-        return view.chunk_removed(tier, group, key, reason) if view else []
+        if view is None:
+            return []
+        removed = view.chunk_removed(tier, group, key, reason)
+        others = [other for other in self.views.values() if other is not view]
+        return [self._demoted(event, others) if reason == EVICTED else event for event in removed]
+
+    @staticmethod
+    def _demoted(event: BlockRemoved, others: Sequence[TierView]) -> BlockRemoved:
+        if all(any(block in other for other in others) for block in event.block_hashes if isinstance(block, bytes)):
+            return msgspec.structs.replace(event, reason=DEMOTED)
+        return event
 
     def tier_removed(self, tier: str, reason: str | None = None) -> list[BlockRemoved]:
         """Everything in the tier is gone: explicit removals, since a clear would be taken for all tiers."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from forebay.events.anchored import Anchored
 from forebay.events.fanout import WorkerStreams
 from forebay.events.history import SnapshotSource
 from forebay.events.holdings import Holdings
@@ -31,24 +32,32 @@ _REMOVED_BLOCKS = 1024
 class Source:
     """A stream that is retold: its subscriber, what it made known, and how its events go on.
 
-    `before` is what was known before a restart, until it is clear what is left of it.
+    `before` is what was known before a restart, until it is clear what is left of it. `anchored` holds orphans back.
     """
 
     subscriber: EventSubscriber
     publish: Callable[[list[KVEvent], float], None]
     holdings: Holdings
     before: Holdings | None = None
+    anchored: Anchored | None = None
 
     def told(self) -> Iterator[BlockStored]:
         """What has been retold so far, parents first."""
-        return (self.before or self.holdings).snapshot()
+        return self.anchored.snapshot() if self.anchored is not None else (self.before or self.holdings).snapshot()
+
+    def tell(self, events: list[KVEvent], ts: float) -> None:
+        """Retell these."""
+        told = self.anchored.take(events) if self.anchored is not None else events
+        if told:
+            self.publish(told, ts)
 
 
 class Relay:
     """Retells streams. All methods belong to one thread; `turn` is called again and again.
 
     `workers` maps each worker's name to the subscriber of its own stream, None if it has none. `make_streams` is given
-    what the store is told to hold: the `shared` of WorkerStreams. Closing closes subscribers and streams too.
+    what the store is told to hold: the `shared` of WorkerStreams. `anchored` is for consumers that drop blocks whose
+    parent they don't know. Closing closes subscribers and streams too.
     """
 
     def __init__(
@@ -57,12 +66,14 @@ class Relay:
         workers: Mapping[str, EventSubscriber | None],
         make_streams: Callable[[SnapshotSource], WorkerStreams],
         *,
+        anchored: bool = False,
         max_blocks: int = 1 << 20,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
         self.cleared = 0
-        self._store = Source(store, self._publish_shared, Holdings(max_blocks=max_blocks))
+        self._anchored = anchored
+        self._store = Source(store, self._publish_shared, Holdings(max_blocks=max_blocks), anchored=self._filter())
         self._own: dict[str, Source] = {}
         self.streams = make_streams(self._store.told)
         for worker, subscriber in workers.items():
@@ -82,9 +93,12 @@ class Relay:
         def publish(events: list[KVEvent], ts: float) -> None:
             self.streams.publish_own(worker, events, ts)
 
-        own = Source(subscriber, publish, Holdings(max_blocks=max_blocks))
+        own = Source(subscriber, publish, Holdings(max_blocks=max_blocks), anchored=self._filter())
         self.streams.attach(worker, own.told)
         self._own[worker] = own
+
+    def _filter(self) -> Anchored | None:
+        return Anchored() if self._anchored else None
 
     def detach(self, worker: str) -> None:
         """The worker has gone: its stream ends."""
@@ -143,7 +157,7 @@ class Relay:
         told = [plain for event in received.batch.events for plain in self._explicit(source, event)]
         source.holdings.apply(received)
         if source.before is None and told:
-            source.publish(told, received.batch.ts)
+            source.tell(told, received.batch.ts)
 
     def _explicit(self, source: Source, event: KVEvent) -> list[KVEvent]:
         """The event as it is retold: a clear as the removals that it means, an unknown medium not at all."""
@@ -159,7 +173,7 @@ class Relay:
         before, source.before = source.before, None
         changes: list[KVEvent] = [*_removals(before, source.holdings), *source.holdings.snapshot(beside=before)]
         if changes:
-            source.publish(changes, self._clock())
+            source.tell(changes, self._clock())
 
     def _publish_shared(self, events: list[KVEvent], ts: float) -> None:
         self.streams.publish_shared(events, ts)

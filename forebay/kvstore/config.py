@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forebay.errors import ConfigError
+from forebay.events.endpoints import EndpointRule
 from forebay.kvstore.limits import Limits
 from forebay.kvstore.policies.registry import POLICY_NAMES
 from forebay.kvstore.tenancy import TenantRule
@@ -23,8 +24,10 @@ class StoreConfig:
 
     `extent` None picks a size from `memory`. `fs_state_dir` None keeps the file tier's manifest beside its
     files. `pin_budget` and `retain_budget` are shares of the pool; `lease`, `reservation` and `tier_hang` are
-    seconds. `events` and `replay` are ZMQ endpoints, `metrics` a `host:port` for Prometheus. `tenants` are the rules of
-    those who have some; `policy` orders each tenant's chunks, and `attention_tokens` tells it what they cost.
+    seconds. `events` and `replay` are ZMQ endpoints, `endpoints` more of them for consumers of other kinds,
+    `event_keys` a directory of CURVE keys, which an endpoint off loopback needs; `metrics` is a `host:port` for
+    Prometheus. `tenants` are the rules of those who have some; `policy` orders each tenant's chunks, and
+    `attention_tokens` tells it what they cost.
     `tiers` are asked in their order, after the one of `fs`.
     Raises ConfigError if rules can't all be kept, or for a policy that there isn't.
     """
@@ -38,6 +41,8 @@ class StoreConfig:
     fsync: str = "none"
     events: str | None = None
     replay: str | None = None
+    endpoints: Mapping[str, EndpointRule] = field(default_factory=dict)
+    event_keys: Path | None = None
     metrics: str | None = None
     socket_group: str | None = None
     pin_budget: float = 0.25

@@ -25,7 +25,7 @@ import uvloop
 
 from forebay.errors import AlreadyRunning, ForebayError, NoSpace, ResourceError
 from forebay.ipc.sockets import listen
-from forebay.kvstore.announce import Announcer
+from forebay.kvstore.announce import Announcer, placements
 from forebay.kvstore.cascade import TierTraffic
 from forebay.kvstore.collecting import Collector
 from forebay.kvstore.config import StoreConfig
@@ -147,7 +147,10 @@ class Daemon:
         return time.time()
 
     def _announcer(self, boot: bytes) -> Announcer:
-        return Announcer(boot, self.config.events, self.config.replay, socket.gethostname())
+        return Announcer(
+            boot, self.config.events, self.config.replay, socket.gethostname(), endpoints=self.config.endpoints,
+            tiers=placements(self.config.all_tiers), keys=self.config.event_keys,
+        )  # fmt: skip
 
     def _info(self, pool: PoolFiles) -> dict[str, str]:
         return {

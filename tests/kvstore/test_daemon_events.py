@@ -27,11 +27,13 @@ TOKENS = list(range(1, 3 * CHUNK + 17))
 class TellingStore(FileStore):
     """A store with files and an event stream."""
 
+    extra: tuple[str, ...] = ()
+
     def start(self) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "forebay", "store", "--socket", str(self.socket), "--memory", self.memory,
              "--extent", "2MiB", "--fs", str(self.files), "--fs-quota", "64MiB", "--events", "tcp://127.0.0.1:0",
-             "--replay", "tcp://127.0.0.1:0"],
+             "--replay", "tcp://127.0.0.1:0", *self.extra],
         )  # fmt: skip
         until = time.monotonic() + 20
         while True:
