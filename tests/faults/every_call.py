@@ -286,6 +286,8 @@ def inject(every: int = 1, only: str | None = None, jobs: int = 1) -> Outcome:
             _note(outcome, fault, attempt)
             if number % PROGRESS == 0:
                 print(f"{number} of {len(plan)} faults, {len(outcome.failures)} failures", file=sys.stderr, flush=True)
+        pool.close()  # daemons that ran in them have left them deaf to SIGTERM, so they have to end by themselves
+        pool.join()
     return outcome
 
 
