@@ -37,8 +37,8 @@ class Ranks:
             copies = self.copies(group)
             if copies % self.dcp:
                 raise ConfigError(
-                    f"dcp {self.dcp}: with tp {self.tp} group {group.name!r} ({group.kv_heads} KV heads) is on {copies} "
-                    f"rank{'s' * (copies > 1)} at once, and dcp must divide that: it takes only copies apart"
+                    f"dcp {self.dcp}: with tp {self.tp} group {group.name!r} ({group.kv_heads} KV heads) is on "
+                    f"{copies} rank{'s' * (copies > 1)} at once, and dcp must divide that: it takes only copies apart"
                 )
 
     def heads(self, group: KVGroup) -> int:
