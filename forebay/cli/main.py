@@ -24,6 +24,7 @@ COMMANDS = {
     "worker": "a compute worker",
     "frontend": "an OpenAI-compatible HTTP server in front of a worker",
     "prepare": "assemble and convert a model ahead of time",
+    "plan": "what fits: tokens and requests, on the devices and in a store",
     "stat": "what a store holds and does",
     "ls": "the chunks that a store or a directory holds",
     "fsck": "check every byte of a store's memory and files",
