@@ -9,8 +9,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
 INPUTS := pyproject.toml constraints.txt
+# Other projects' routers, which our events are tested with: an environment of their own.
+CONSUMERS := .venv-consumers
 
-.PHONY: help serve test test-vllm lint types clean
+.PHONY: help serve test test-vllm test-consumers lint types clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -44,6 +46,14 @@ $(VLLM)/.made: tests/vllm/environment.py
 test-vllm: $(VENV)/.made-test $(VLLM)/.made ## run the tests against real vLLM servers, on the CPU
 	@$(BIN)/python -m pytest -q tests/vllm
 
+$(CONSUMERS)/.made: Makefile
+	@$(PYTHON) -m venv $(CONSUMERS)
+	@$(CONSUMERS)/bin/pip install -q --disable-pip-version-check ai-dynamo-runtime==1.6.1 vllm-router==0.1.17
+	@touch $@
+
+test-consumers: $(VENV)/.made-test $(CONSUMERS)/.made ## the tests with other projects' routers
+	@$(BIN)/python -m pytest -q tests/events/consumers
+
 lint: $(VENV)/.made-test ## style
 	@$(BIN)/ruff check .
 
@@ -52,4 +62,4 @@ types: $(VENV)/.made-test ## types: strict where bytes are at stake
 	@$(BIN)/mypy forebay benchmarks
 
 clean: ## remove the environment and what tools left
-	rm -rf $(VENV) $(VLLM) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(CONSUMERS) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

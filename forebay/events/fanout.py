@@ -4,13 +4,14 @@
     own events      (one worker's device memory)  sent on its stream alone
 
 Every stream has a port, a topic, a sequence and a ring of its own, so such a consumer sees nothing unusual. It costs
-as many messages as there are workers; the payloads in the rings are shared, the tombstones aren't.
+as many messages as there are workers; the payloads in the rings are shared. Removals aren't remembered for each of
+them: a consumer that asks for what the ring no longer has is told to clear, and then the present state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 
 from forebay.events.codec import encode_batch
@@ -47,7 +48,8 @@ class WorkerStreams:
         self.shared_batches = 0
         self._endpoint, self._replay, self._model = endpoint, replay, model
         self._shared, self._topic = shared, topic
-        self._options = options or StreamOptions()
+        options = options or StreamOptions()
+        self._options = replace(options, limits=replace(options.limits, tombstones=0))
         self._sockets = Sockets(curve)
         self._streams: dict[str, EventPublisher] = {}
         self._indices: dict[str, int] = {}

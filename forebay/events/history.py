@@ -102,7 +102,7 @@ class ReplayRing:
 
 class Tombstones:
     """Which blocks were removed and not stored again, with the batch that said so. Bounded; `horizon` is the
-    first sequence number from which on nothing has been forgotten."""
+    first sequence number from which on nothing has been forgotten. With a capacity of 0 everybody is told to clear."""
 
     def __init__(self, capacity: int, horizon: int = 0) -> None:
         self.capacity = capacity
@@ -129,7 +129,7 @@ class Tombstones:
 
     def since(self, start: int) -> list[KVEvent]:
         """Events that bring a consumer which knows all before `start` to a subset of the present state."""
-        if start < self.horizon:
+        if start < self.horizon or not self.capacity:
             return [AllBlocksCleared(reason=SNAPSHOT)]
         by_place: dict[Place, list[BlockHash]] = {}
         for place, seq in self._removed.items():
@@ -193,7 +193,7 @@ class History:
 
     def append(self, events: Sequence[KVEvent], payload: bytes) -> int:
         """Remember a batch; returns its sequence number."""
-        if self._source is not None:
+        if self._source is not None and self.tombstones.capacity:
             self.tombstones.note(self.ring.next, events)
         return self.ring.append(payload)
 

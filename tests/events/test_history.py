@@ -155,6 +155,16 @@ def test_when_removals_are_forgotten_the_consumer_is_told_to_clear() -> None:
     assert stream.belief(1, batches) == stream.held
 
 
+def test_without_tombstones_a_consumer_from_before_the_ring_clears_and_is_told_everything() -> None:
+    stream = Stream(ring=1, tombstones=0)
+    for number in range(6):
+        stream.publish(block(number))
+    stream.publish(BlockRemoved([3], CPU))
+    batches = stream.replay(4)
+    assert isinstance(decode_batch(batches[0].payload).events[0], AllBlocksCleared)
+    assert stream.belief(4, batches) == stream.held
+
+
 def test_tombstones_are_bounded() -> None:
     tombstones = Tombstones(10)
     for seq in range(100):
