@@ -181,4 +181,4 @@ def test_deepseek_is_served_without_the_store_where_vllm_has_no_prefix_cache_for
         (prompt,) = sharing(1, seed=8)
         first, second = one.complete(prompt), one.complete(prompt)
         assert (first.cached_tokens, second.cached_tokens) == (0, 0) and first.logprobs == second.logprobs
-        assert settle(deepseek)["store.reserved"] == 0
+        assert not settle(deepseek).get("store.reserved")
