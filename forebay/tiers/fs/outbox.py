@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import lmdb
 
@@ -50,6 +51,15 @@ class Outbox:
         if isinstance(error, BROKEN):
             self.failure = self.failure or error
             self._wake()
+
+    @contextmanager
+    def noting_errors(self) -> Iterator[None]:
+        """Whoever asks for a removal must not be told that it is done when it isn't: the manifest's error goes on."""
+        try:
+            yield
+        except lmdb.Error as error:
+            self.manifest_error(error)
+            raise
 
     def wait_for_room(self) -> None:
         """Block until the loop has caught up with the changes. Not for the loop's own thread."""

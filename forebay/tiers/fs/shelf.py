@@ -12,13 +12,13 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from forebay.errors import CorruptChunk, ForeignChunk
 from forebay.kvstore.header import ChunkHeader
-from forebay.tiers.base import ChunkId, ClearScope, TierChange
+from forebay.tiers.base import ChunkId, TierChange
+from forebay.tiers.books import Books
 from forebay.tiers.chunks import header_block
 from forebay.tiers.codec.errors import CannotDecode, UnsealedChunk
 from forebay.tiers.fs.complaints import complain
@@ -30,7 +30,6 @@ from forebay.tiers.fs.outbox import Outbox
 from forebay.tiers.fs.quarantine import Quarantine
 
 STRIPES = 64
-TOUCHES_MAX = 4096
 
 
 def record_of(front: Front, *, cold: bool) -> Record:
@@ -52,23 +51,18 @@ def _unknown(disk: int) -> Record:
     )  # fmt: skip
 
 
-class Shelf:
+class Shelf(Books):
     """See the module's text. Methods may be called from any thread, and block on the disk unless they say not."""
 
     def __init__(
         self, device: Device, manifest: Manifest, ledger: Ledger, quarantine: Quarantine, outbox: Outbox
     ) -> None:
+        super().__init__(manifest, ledger)
         self.device = device
-        self.manifest = manifest
-        self.ledger = ledger
         self.quarantine = quarantine
         self._outbox = outbox
         self._stripes = [threading.Lock() for _ in range(STRIPES)]
         self._evicting = threading.Lock()
-        self._pins: Counter[ChunkId] = Counter()
-        self._pins_lock = threading.Lock()
-        self._touches: dict[ChunkId, bool] = {}
-        self._touches_lock = threading.Lock()
         # What this process has told of already, until everything older has been announced as well.
         self._announcing = True
         self._told: set[ChunkId] = set()
@@ -77,44 +71,9 @@ class Shelf:
         """Called with everything that comes or goes; other stores of the directory want to know it too."""
         self.well: Callable[[], bool] = lambda: True
         """May a file be named now? Not if others may take this process for dead."""
-        self.counts: Counter[str] = Counter()
 
     def _stripe(self, chunk: ChunkId) -> threading.Lock:
         return self._stripes[chunk.key[-1] % STRIPES]
-
-    # --- recency and pins ------------------------------------------------------------------------------
-
-    def touch(self, chunks: Sequence[ChunkId], *, loaded: bool = False) -> bool:
-        """Note uses, in this order; written to the manifest later. True if it is time to do that.
-
-        Doesn't block. A cold chunk that is `loaded` isn't cold any more.
-        """
-        with self._touches_lock:
-            for chunk in chunks:
-                self._touches[chunk] = self._touches.pop(chunk, False) or loaded
-            return len(self._touches) >= TOUCHES_MAX
-
-    def flush_touches(self) -> None:
-        """Write noted uses to the manifest."""
-        with self._touches_lock:
-            touches, self._touches = self._touches, {}
-        if touches:
-            self.manifest.touch(touches.items())
-
-    def pin(self, chunk: ChunkId) -> None:
-        """Someone is about to read this chunk: it isn't evicted meanwhile. Doesn't block."""
-        with self._pins_lock:
-            self._pins[chunk] += 1
-
-    def unpin(self, chunk: ChunkId) -> None:
-        """The opposite of one `pin`."""
-        with self._pins_lock:
-            self._pins[chunk] -= 1
-            if self._pins[chunk] <= 0:
-                del self._pins[chunk]
-
-    def _pinned(self, chunk: ChunkId) -> bool:
-        return chunk in self._pins
 
     # --- coming ----------------------------------------------------------------------------------------
 
@@ -285,28 +244,6 @@ class Shelf:
             self.counts["evicted"] += len(gone)
             freed += sum(self._unlink(left) for left in gone)
             return freed > 0
-
-    def remove(self, chunks: Sequence[ChunkId], reason: str) -> int:
-        """Take chunks out of sight; `reap` unlinks their files. Doesn't wait for the disk."""
-        gone = self.manifest.leave(chunks, reason)
-        self._now_leaving(gone)
-        return len(gone)
-
-    def remove_namespace(self, namespace: bytes) -> int:
-        """Take a namespace's chunks (all, if empty) out of sight; how many. Doesn't wait for the disk."""
-        gone = self.manifest.leave_namespace(namespace, "cleared")
-        self._now_leaving(gone)
-        return len(gone)
-
-    def remove_scope(self, scope: ClearScope) -> int:
-        """Take what a scope covers out of sight; how many chunks. Doesn't wait for the disk."""
-        gone = self.manifest.leave_scope(scope, "cleared")
-        self._now_leaving(gone)
-        return len(gone)
-
-    def _now_leaving(self, gone: Sequence[Leaving]) -> None:
-        size = sum(left.disk for left in gone)
-        self.ledger.move(stored=-size, leaving=size)
 
     def reap(self, *, enough: int | None = None, files: int | None = None) -> int:
         """Unlink the files of leaving chunks that nobody reads; returns the freed bytes.

@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
@@ -255,33 +255,20 @@ class FsTier(SecondaryTier):
         return self._outbox.take_changes()
 
     def forget(self, chunks: Sequence[ChunkId], reason: str) -> None:
-        with self._noting_errors():
+        with self._outbox.noting_errors():
             self._shelf.remove(chunks, reason)
             self._neighbours.forget(chunks, reason)
         self._keeper.kick()
 
     def clear(self, namespace: bytes) -> int:
-        with self._noting_errors():
-            count = self._shelf.remove_namespace(namespace)
-            count += self._neighbours.clear_scope(ClearScope(namespace))
-        self._keeper.kick()
-        return count
+        return self.clear_scope(ClearScope(namespace))
 
     def clear_scope(self, scope: ClearScope) -> int:
-        with self._noting_errors():
+        with self._outbox.noting_errors():
             count = self._shelf.remove_scope(scope)
             count += self._neighbours.clear_scope(scope)
         self._keeper.kick()
         return count
-
-    @contextmanager
-    def _noting_errors(self) -> Iterator[None]:
-        """Whoever asks for a removal must not be told that it is done when it isn't: the error goes on."""
-        try:
-            yield
-        except lmdb.Error as error:
-            self._outbox.manifest_error(error)
-            raise
 
     def statistics(self) -> TierStats:
         shelf, ledger = self._shelf, self._shelf.ledger
@@ -311,10 +298,10 @@ class FsTier(SecondaryTier):
         ended = self._writers.close(CLOSE_S) and self._readers.close(CLOSE_S)
         try:
             if self._outbox.failure is None and ended:
-                with suppress(lmdb.Error), self._noting_errors():
+                with suppress(lmdb.Error), self._outbox.noting_errors():
                     self._shelf.flush_touches()
             if ended:
-                with suppress(lmdb.Error), self._noting_errors():
+                with suppress(lmdb.Error), self._outbox.noting_errors():
                     self._neighbours.close()
                     self._shelf.manifest.close()
                     if self._outbox.failure is None:

@@ -10,6 +10,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Protocol
 
 from forebay.tiers.s3.failures import Kind, RequestFailed
+from forebay.tiers.s3.objects import NixlObjects
 from forebay.tiers.s3.requests import Requests
 
 READ_BYTES = 512 << 10
@@ -66,6 +67,8 @@ class Bucket:
         self._bucket = bucket
         self._timeout_s = timeout_s
         self.requests = requests
+        self.engine: NixlObjects | None = None
+        """What brings and takes bytes instead of the client, where it can."""
         self.conditional = False
         self.batch_delete = True
 
@@ -79,6 +82,8 @@ class Bucket:
         def request() -> None:
             nonlocal tries
             tries += 1
+            if not condition and self._put_by_engine(name, body):
+                return
             if isinstance(given, _Pieces):
                 given.seek(0)
             self._client.put_object(Bucket=self._bucket, Key=name, Body=given, **condition)
@@ -90,6 +95,16 @@ class Bucket:
                 raise
             # The first try has done it, and only its answer was lost.
         self.requests.metrics.moved(sent=len(body))
+
+    def _put_by_engine(self, name: str, body: bytes) -> bool:
+        """False if it is still to be done. Raises RequestFailed if that can't be told."""
+        if self.engine is None:
+            return False
+        pieces = 1 + len(body) // SEND_BYTES
+        stored = self.engine.put(name, body, self.requests.clock() + pieces * self._timeout_s)
+        if stored is None:
+            raise RequestFailed(Kind.BROKEN, "no answer in time (NIXL)", maybe_done=True)
+        return stored
 
     def front(self, name: str, length: int, until: float | None = None) -> Front:
         """The first `length` bytes, or all if there are fewer."""
@@ -106,11 +121,16 @@ class Bucket:
         self.requests.metrics.moved(received=len(front.data))
         return front
 
-    def read(self, name: str, sink: Sink, part: tuple[int, int] | None, until: float) -> None:
-        """All of an object, or the `part` (offset, length) of it, into `sink`, at the latest `until`."""
+    def read(
+        self, name: str, sink: Sink, part: tuple[int, int] | None, until: float, *, known: int = 0
+    ) -> None:
+        """All of an object, or the `part` (offset, length) of it, into `sink`, at the latest `until`. `known` is how
+        long that is, if it is of our own storing: its age isn't told then."""
         wanted = {} if part is None else {"Range": f"bytes={part[0]}-{part[0] + part[1] - 1}"}
 
         def request() -> None:
+            if known and self._read_by_engine(name, sink, part[0] if part else 0, known, until):
+                return
             answer = self._client.get_object(Bucket=self._bucket, Key=name, **wanted)
             body = answer["Body"]
             try:
@@ -121,6 +141,18 @@ class Bucket:
                 raise
 
         self.requests.run("get", request, until)
+
+    def _read_by_engine(self, name: str, sink: Sink, offset: int, length: int, until: float) -> bool:
+        """False if it is still to be read."""
+        if self.engine is None:
+            return False
+        data = self.engine.get(name, offset, length, min(until, self.requests.clock() + self._timeout_s))
+        if data is None:
+            return False
+        self.requests.metrics.moved(received=length)
+        sink.begin(length, 0.0)
+        sink.take(bytes(data))
+        return True
 
     def _copy(self, body: Any, sink: Sink, length: int, until: float) -> None:
         left = length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from dataclasses import dataclass
 
@@ -9,6 +10,10 @@ from forebay.errors import ConfigError, TierUnavailable
 from forebay.tiers.s3.bucket import Bucket
 from forebay.tiers.s3.failures import Kind, RequestFailed
 from forebay.tiers.s3.names import Names
+from forebay.tiers.s3.objects import NixlObjects
+from forebay.tiers.s3.options import S3Options
+
+log = logging.getLogger("forebay.tier.s3")
 
 _WORDS = b"forebay looks what this endpoint can do"
 
@@ -78,3 +83,28 @@ def _knows_conditions(bucket: Bucket, mine: str) -> bool:
             raise
         return failure.kind is Kind.EXISTS
     return False
+
+
+def open_engine(name: str, options: S3Options, bucket: Bucket, names: Names) -> NixlObjects | None:
+    """NIXL's engine for `bucket`, if it can be used here: None, and the log says why, if not. Blocks.
+
+    It knows no conditional puts, so there are none from then on. Raises ConfigError if it isn't installed.
+    """
+    mine, words = names.probe(secrets.token_hex(16)), _WORDS * 512
+    try:
+        engine = NixlObjects(options)
+        until = bucket.requests.clock() + 2 * options.timeout_s
+        stored = engine.put(mine, words, until)
+        came = engine.get(mine, len(_WORDS), len(_WORDS), until) if stored else None
+    except ConfigError:
+        raise
+    except Exception as error:  # the library's, one for each way to fail
+        log.warning("tier %r: NIXL has no OBJ engine here (%s): everything goes by boto3", name, type(error).__name__)
+        return None
+    finally:
+        bucket.delete([mine])
+    if came is None or bytes(came) != _WORDS:
+        log.warning("tier %r: NIXL's OBJ engine doesn't bring what it has taken: everything goes by boto3", name)
+        return None
+    bucket.engine, bucket.conditional = engine, False
+    return engine

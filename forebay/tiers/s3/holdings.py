@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from forebay.kvstore.header import ChunkHeader
-from forebay.tiers.base import ChunkId, ClearScope, TierChange
+from forebay.tiers.base import ChunkId, TierChange
+from forebay.tiers.books import Books
 from forebay.tiers.chunks import header_block
 from forebay.tiers.fs.ledger import Ledger
 from forebay.tiers.fs.manifest import Leaving, Record, first_unit, tenant_digest
@@ -41,19 +41,18 @@ def record_of(header: ChunkHeader, block: bytes, disk: int, *, cold: bool) -> Re
     )  # fmt: skip
 
 
-class Holdings:
+class Holdings(Books):
     """See the module's text. Methods may be called from any thread; those that take a bucket's time say so."""
 
     def __init__(
         self, bucket: Bucket, names: Names, memory: Memory, outbox: Outbox, quota: int, chunks_max: int
     ) -> None:
+        super().__init__(memory.manifest, Ledger(quota or UNLIMITED))
         self.bucket = bucket
         self.names = names
-        self.manifest = memory.manifest
         self.cards = memory.cards
         self.quota = quota
         self.chunks_max = chunks_max
-        self.ledger = Ledger(quota or UNLIMITED)
         self.locks = ChunkLocks()
         self.writing: set[str] = set()
         """Segments that are being put, until they are in the books."""
@@ -63,42 +62,8 @@ class Holdings:
         self._told: set[ChunkId] = set()
         # What this process has told of already, until everything older has been told of as well.
         self._fresh: set[ChunkId] | None = set()
-        self._pins: Counter[ChunkId] = Counter()
-        self._touches: dict[ChunkId, bool] = {}
-        self._small = threading.Lock()
-        self.counts: Counter[str] = Counter()
         stored, leaving = self.manifest.totals()
         self.ledger.move(stored=stored, leaving=leaving)
-
-    # --- uses ------------------------------------------------------------------------------------------
-
-    def touch(self, chunks: Sequence[ChunkId], *, loaded: bool = False) -> None:
-        """Note uses, in this order; written to the manifest later. Doesn't block."""
-        with self._small:
-            for chunk in chunks:
-                self._touches[chunk] = self._touches.pop(chunk, False) or loaded
-
-    def flush_touches(self) -> None:
-        """Write noted uses to the manifest."""
-        with self._small:
-            touches, self._touches = self._touches, {}
-        if touches:
-            self.manifest.touch(touches.items())
-
-    def pin(self, chunk: ChunkId) -> None:
-        """Someone is about to read this chunk: it isn't evicted meanwhile. Doesn't block."""
-        with self._small:
-            self._pins[chunk] += 1
-
-    def unpin(self, chunk: ChunkId) -> None:
-        """The opposite of one `pin`."""
-        with self._small:
-            self._pins[chunk] -= 1
-            if self._pins[chunk] <= 0:
-                del self._pins[chunk]
-
-    def _pinned(self, chunk: ChunkId) -> bool:
-        return chunk in self._pins
 
     def owns(self, chunk: ChunkId) -> bool:
         """Has this daemon stored it, and not been told to remove it since?"""
@@ -195,21 +160,6 @@ class Holdings:
             self.counts["evicted"] += len(gone)
             return freed + self.reap() > 0
 
-    def remove(self, chunks: Sequence[ChunkId], reason: str) -> int:
-        """Take chunks out of sight. Doesn't wait for the bucket."""
-        gone = self.manifest.leave(chunks, reason)
-        self._now_leaving(gone)
-        return len(gone)
-
-    def remove_scope(self, scope: ClearScope) -> int:
-        """Take what a scope covers out of sight; how many chunks. Doesn't wait for the bucket."""
-        if scope.tenant is None and not scope.parent:
-            gone = self.manifest.leave_namespace(scope.namespace, "cleared")
-        else:
-            gone = self.manifest.leave_scope(scope, "cleared")
-        self._now_leaving(gone)
-        return len(gone)
-
     def vanished(self, chunk: ChunkId) -> None:
         """A chunk's object was not there: forget the chunk, and all others of its segment."""
         card = self.cards.get(chunk)
@@ -217,10 +167,6 @@ class Holdings:
         gone = self.manifest.leave(chunks, "evicted")
         self._now_leaving(gone)
         self.counts["vanished"] += len(gone)
-
-    def _now_leaving(self, gone: Sequence[Leaving]) -> None:
-        size = sum(left.disk for left in gone)
-        self.ledger.move(stored=-size, leaving=size)
 
     def reap(self, enough: int | None = None, pages: int | None = None) -> int:
         """Delete the objects of leaving chunks, and tell of it; returns the freed bytes. Stops at `enough` bytes, or

@@ -25,7 +25,8 @@ class S3Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     objects of other daemons are looked for (0: never). What others have stored is believed for `found_s` and what
     wasn't there for `missing_s`, before the bucket is asked again. Connecting, and sending a few MiB, may take
     `connect_timeout_s`, an answer may be silent for `timeout_s`; retries are taken from a budget, and after
-    `failures_max` failures in a row the circuit opens, first for `open_s`.
+    `failures_max` failures in a row the circuit opens, first for `open_s`. With the `engine` nixl, bytes of own objects
+    come and go by NIXL where it can be used, and the rest by boto3.
     """
 
     bucket: str
@@ -38,6 +39,7 @@ class S3Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     ca_bundle: str | None = None
     quota_bytes: int = 0
     state_dir: str | None = None
+    engine: Literal["boto3", "nixl"] = "boto3"
     compress: str = "none"
     encrypt_key_file: str = ""
     read_threads: int = 8
@@ -128,5 +130,10 @@ def _check_place(name: str, found: S3Options) -> None:
             raise ConfigError(f"tier {name!r}: endpoint_url: takes no user, password or query")
     if found.state_dir is not None and not Path(found.state_dir).is_absolute():
         raise ConfigError(f"tier {name!r}: state_dir {found.state_dir!r} must be an absolute path")
+    if found.engine == "nixl" and (found.profile is not None or not found.verify_tls):
+        raise ConfigError(
+            f'tier {name!r}: engine = "nixl" takes its profile from AWS_PROFILE, and certificates that can be '
+            "verified: leave out profile and verify_tls"
+        )
     if found.ca_bundle is not None and not Path(found.ca_bundle).is_file():
         raise ConfigError(f"tier {name!r}: ca_bundle {found.ca_bundle!r} is no file")

@@ -232,7 +232,8 @@ class Reader:
     def _read(self, load: Load, place: Place) -> None:
         slot = load.slot
         slot.expected = place.length
-        self._bucket.read(place.name, slot, place.part, load.due)
+        known = place.length if place.own else 0
+        self._bucket.read(place.name, slot, place.part, load.due, known=known)
         self._verified(load)
 
     def _verified(self, load: Load) -> None:

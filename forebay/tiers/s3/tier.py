@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import lmdb
@@ -36,7 +36,7 @@ from forebay.tiers.fs.pool import Task, WorkPool
 from forebay.tiers.s3.breaker import Breaker
 from forebay.tiers.s3.bucket import Bucket
 from forebay.tiers.s3.budget import RetryBudget
-from forebay.tiers.s3.check import check_bucket
+from forebay.tiers.s3.check import check_bucket, open_engine
 from forebay.tiers.s3.clears import Clears
 from forebay.tiers.s3.client import make_client
 from forebay.tiers.s3.doomed import Doomed
@@ -89,6 +89,7 @@ class S3Tier(SecondaryTier):
         self._client = client(name, found)
         self._bucket = Bucket(self._client, found.bucket, self._requests, found.timeout_s)
         trial = check_bucket(name, self._bucket, self._names, found.where)
+        self._engine = open_engine(name, found, self._bucket, self._names) if found.engine == "nixl" else None
         self._memory = open_memory(found, headers=not self._codec.sealing)
         try:
             self._make_parts(trial)
@@ -180,7 +181,7 @@ class S3Tier(SecondaryTier):
         return self._outbox.take_changes()
 
     def forget(self, chunks: Sequence[ChunkId], reason: str) -> None:
-        with self._noting_errors():
+        with self._outbox.noting_errors():
             others = [] if reason == "replaced" else [c for c in chunks if not self._holdings.owns(c)]
             self._holdings.remove(chunks, reason)
         for chunk in others:
@@ -203,19 +204,10 @@ class S3Tier(SecondaryTier):
     def clear_scope(self, scope: ClearScope) -> int:
         clear = self._clears.add(scope)
         self._sightings.forget_if(lambda seen: clear.covers(seen.namespace, seen.tenant, seen.start, seen.modified))
-        with self._noting_errors():
+        with self._outbox.noting_errors():
             count = self._holdings.remove_scope(scope)
         self._keeper.kick()
         return count
-
-    @contextmanager
-    def _noting_errors(self) -> Iterator[None]:
-        """Whoever asks for a removal must not be told that it is done when it isn't: the error goes on."""
-        try:
-            yield
-        except lmdb.Error as error:
-            self._outbox.manifest_error(error)
-            raise
 
     def statistics(self) -> TierStats:
         holdings, ledger = self._holdings, self._holdings.ledger
@@ -244,7 +236,9 @@ class S3Tier(SecondaryTier):
             "kind": "s3", "where": self.options.where, "endpoint": self.options.endpoint_url or "aws",
             "state_dir": self.options.state_dir or "none", "breaker": self._breaker.state.name.lower(),
         }  # fmt: skip
-        return TierStats({**values, **self._requests.values()}, info)
+        info["engine"] = "boto3" if self._engine is None else "nixl"
+        engine = self._engine.figures() if self._engine is not None else {}
+        return TierStats({**values, **self._requests.values(), **engine}, info)
 
     def close(self) -> None:
         self._outbox.close()
