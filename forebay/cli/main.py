@@ -23,6 +23,8 @@ COMMANDS = {
     "store": "the store daemon: KV chunks in shared memory and files",
     "worker": "a compute worker",
     "frontend": "an OpenAI-compatible HTTP server in front of a worker",
+    "router": "an OpenAI-compatible proxy that sends requests where their prefix is",
+    "route": "where a router would send a prompt, and why",
     "prepare": "assemble and convert a model ahead of time",
     "plan": "what fits: tokens and requests, on the devices and in a store",
     "stat": "what a store holds and does",

@@ -47,7 +47,7 @@ def tokens_of(values: dict[str, Any]) -> list[int]:
         return list(values["token_ids"])
     if values["prompt"] is None or values["url"] is None:
         raise ConfigError("give a prompt as text with --url, or --token-ids")
-    return list(_call(values["url"], "/tokenize", {"prompt": values["prompt"]})["tokens"])
+    return list(call(values["url"], "/tokenize", {"prompt": values["prompt"]})["tokens"])
 
 
 def where(values: dict[str, Any], client: StoreClient) -> Where:
@@ -55,7 +55,7 @@ def where(values: dict[str, Any], client: StoreClient) -> Where:
     wanted, root = values["namespace"], values["root"]
     if values["url"] and not wanted:
         query = urllib.parse.urlencode({"cache_salt": values["cache_salt"]}) if values["cache_salt"] else ""
-        told = _call(values["url"], "/forebay/namespace" + (f"?{query}" if query else ""), None)
+        told = call(values["url"], "/forebay/namespace" + (f"?{query}" if query else ""), None)
         wanted, root = told["id"], root or told["root"]
     elif values["cache_salt"]:
         raise ConfigError("--cache-salt needs --url: only a front end knows the secret that makes it a root")
@@ -80,7 +80,8 @@ def _one_of(wanted: str, client: StoreClient) -> dict[str, str]:
     return found[0]
 
 
-def _call(url: str, path: str, body: object | None) -> dict[str, Any]:
+def call(url: str, path: str, body: object | None) -> dict[str, Any]:
+    """What a front end (or router) answers. Raises ConfigError for what is no URL, StoreUnavailable for no answer."""
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--url {url!r}: takes http://HOST:PORT")
     headers = {"content-type": "application/json"}

@@ -145,7 +145,7 @@ class Cluster:
         with StoreClient(self.store_address) as client:
             return client.stats().values
 
-    def start_worker(self, name: str, *, store: bool = True) -> Process:
+    def start_worker(self, name: str, *, store: bool = True, extra: tuple[str, ...] = ()) -> Process:
         """A worker on a socket of its own."""
         arguments = [
             "worker", str(self.model), "--listen", f"unix://{self.folder}/{name}.sock", "--dtype", self.dtype,
@@ -153,7 +153,7 @@ class Cluster:
         ]  # fmt: skip
         if store:
             arguments += ["--store", self.store_address]
-        return self._start(name, arguments)
+        return self._start(name, [*arguments, *extra])
 
     def start_frontend(self, name: str, worker: str, *, extra: tuple[str, ...] = ()) -> Process:
         """A front end for one worker; returns once it serves."""

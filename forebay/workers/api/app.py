@@ -67,7 +67,7 @@ def make_app(service: ApiService, keys: Keys) -> FastAPI:
         app.add_api_route(path, _guarded(service, keys, path, handler), methods=["GET"], response_model=None)
     for path in ("/health", "/health_generate"):
         app.add_api_route(path, routes.health, methods=["GET"], response_model=None)
-    _add_errors(app)
+    add_errors(app)
     return app
 
 
@@ -94,7 +94,8 @@ def _guarded(service: ApiService, keys: Keys, path: str, handler: Handler) -> Ca
     return answer
 
 
-def _add_errors(app: FastAPI) -> None:
+def add_errors(app: FastAPI) -> None:
+    """Let every error of an application, and every bug, be answered in OpenAI's shape."""
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         return error_response(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))

@@ -1,0 +1,120 @@
+"""What a router is told: workers, stores, and how patient it is."""
+
+from __future__ import annotations
+
+import re
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from forebay.errors import ConfigError
+from forebay.scheduler.fleet import Rates
+
+BACKENDS_MAX = 1024
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One worker's HTTP address. `events` and `replay` are the endpoints of its own KV events, `store` the name of the
+    store that it is attached to, `kv_address` (HOST:PORT) where other hosts get that store's KV."""
+
+    name: str
+    host: str
+    port: int
+    events: str | None = None
+    replay: str | None = None
+    store: str | None = None
+    block_tokens: int = 16
+    rates: Rates = field(default_factory=Rates)
+
+
+@dataclass(frozen=True)
+class StoreStream:
+    """Where a store tells what it holds."""
+
+    name: str
+    events: str
+    replay: str | None = None
+    kv_address: str | None = None
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """Settings of one router. Times in seconds. Requests under way are capped for each worker that is up."""
+
+    backends: tuple[Backend, ...]
+    stores: tuple[StoreStream, ...] = ()
+    policy: str = "ttft"
+    host: str = "127.0.0.1"
+    port: int = 8080
+    per_worker: int = 256
+    attempts: int = 3
+    health_s: float = 0.5
+    connect_s: float = 2.0
+    answer_s: float = 600.0
+    predict_s: float = 5.0
+    breaker_failures: int = 5
+    breaker_s: float = 5.0
+    seed: int | None = None
+
+
+def backends_of(table: Mapping[str, Any]) -> tuple[Backend, ...]:
+    """Workers by name. Raises ValueError that names what is wrong."""
+    if not 0 < len(table) <= BACKENDS_MAX:
+        raise ValueError(f"has {len(table)} workers; it takes 1 to {BACKENDS_MAX}")
+    return tuple(_backend(name, given) for name, given in table.items())
+
+
+def stores_of(table: Mapping[str, Any]) -> tuple[StoreStream, ...]:
+    """Stores by name. Raises ValueError that names what is wrong."""
+    made = []
+    for name, given in table.items():
+        options = _options(name, given, {field.name for field in fields(StoreStream)})
+        if "events" not in options:
+            raise ValueError(f"store {name!r}: takes events, the endpoint of its stream")
+        made.append(StoreStream(name, **options))
+    return tuple(made)
+
+
+def _backend(name: str, given: object) -> Backend:
+    known = {"url", "events", "replay", "store", "block_tokens"} | {field.name for field in fields(Rates)}
+    options = _options(name, {"url": given} if isinstance(given, str) else given, known)
+    address = urllib.parse.urlsplit(str(options.pop("url", "")))
+    if address.scheme != "http" or not address.hostname or address.path not in ("", "/"):
+        raise ValueError(f"worker {name!r}: url takes http://HOST:PORT")
+    rates = {key: options.pop(key) for key in [field.name for field in fields(Rates)] if key in options}
+    if "load_s" in rates:
+        rates["load_s"] = tuple(float(value) for value in rates["load_s"])
+        if len(rates["load_s"]) != 4:
+            raise ValueError(f"worker {name!r}: load_s takes four numbers: device, host, disk, remote")
+    return Backend(name, address.hostname, address.port or 80, rates=Rates(**rates), **options)
+
+
+def _options(name: str, given: object, known: set[str]) -> dict[str, Any]:
+    if not re.fullmatch(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}", name):
+        raise ValueError(f"{name!r}: a name has up to 64 letters, digits, dots, dashes")
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{name!r}: takes a table with {', '.join(sorted(known))}")
+    if unknown := sorted(set(given) - known):
+        raise ValueError(f"{name!r}: unknown key {unknown[0]!r}; takes {', '.join(sorted(known))}")
+    return dict(given)
+
+
+def inline(text: str) -> dict[str, Any]:
+    """`NAME=URL,NAME=URL`: workers of which nothing more is told."""
+    table: dict[str, Any] = {}
+    for part in text.split(","):
+        name, equals, url = part.strip().partition("=")
+        if not equals:
+            raise ValueError("takes NAME=http://HOST:PORT, with commas between")
+        table[name] = url
+    return table
+
+
+def check(config: RouterConfig) -> None:
+    """Raise ConfigError for stores that nobody named."""
+    known = {store.name for store in config.stores}
+    for backend in config.backends:
+        if backend.store is not None and backend.store not in known:
+            raise ConfigError(f"worker {backend.name!r} is attached to store {backend.store!r}, which has no table")

@@ -1,0 +1,113 @@
+"""The backends as the router sees them now: up, draining, broken; and what they are."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from forebay.router.breaker import Breaker
+from forebay.router.client import BackendFailed, ask
+from forebay.router.settings import Backend, RouterConfig
+
+log = logging.getLogger(__name__)
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+    parent: str | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+@dataclass(eq=False)
+class Upstream:
+    """One backend. `down` is set while it isn't up, for streams that wait on it."""
+
+    backend: Backend
+    breaker: Breaker
+    up: bool = False
+    draining: bool = False
+    ours: bool = False
+    models: dict[str, str | None] = field(default_factory=dict)
+    max_context: int = 0
+    down: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def mark(self, up: bool) -> None:
+        """It is up, or isn't."""
+        if up != self.up:
+            log.info("worker %s is %s", self.backend.name, "up" if up else "down")
+        self.up = up
+        (self.down.clear if up else self.down.set)()
+
+
+class Upstreams:
+    """All of them. `watch` polls their health until it is cancelled; `on_down` hears of one that went down."""
+
+    def __init__(self, config: RouterConfig, clock: Callable[[], float], on_down: Callable[[int], None]) -> None:
+        self._config, self._clock, self._on_down = config, clock, on_down
+        self.all = [Upstream(b, Breaker(config.breaker_failures, config.breaker_s)) for b in config.backends]
+
+    def open(self, model: str | None, without: Sequence[int] = ()) -> npt.NDArray[np.bool_]:
+        """Which may get a new request for this model (None: any)."""
+        now = self._clock()
+        return np.array(
+            [
+                up.up and not up.draining and number not in without and up.breaker.allows(now)
+                and (model is None or model in up.models)
+                for number, up in enumerate(self.all)
+            ]
+        )  # fmt: skip
+
+    def models(self) -> dict[str, int]:
+        """Models that somebody serves, with the shortest context of those that do."""
+        found: dict[str, int] = {}
+        for upstream in self.all:
+            for name in upstream.models if upstream.up else ():
+                found[name] = min(found.get(name, upstream.max_context), upstream.max_context)
+        return found
+
+    async def watch(self) -> None:
+        """Poll for ever."""
+        while True:
+            await asyncio.gather(*(self._look(number) for number in range(len(self.all))))
+            await asyncio.sleep(self._config.health_s)
+
+    async def _look(self, number: int) -> None:
+        upstream = self.all[number]
+        before = upstream.up
+        try:
+            status, _ = await self.get(upstream, "/health")
+            if status == 200 and not before:
+                await self._meet(upstream)
+            upstream.mark(status == 200 and bool(upstream.models))
+        except (BackendFailed, msgspec.MsgspecError, UnicodeDecodeError):
+            upstream.mark(False)
+        if before and not upstream.up:
+            self._on_down(number)
+
+    async def _meet(self, upstream: Upstream) -> None:
+        status, data = await self.get(upstream, "/v1/models")
+        if status != 200:
+            raise BackendFailed(f"/v1/models answers {status}")
+        models = msgspec.json.decode(data, type=_Models).data
+        upstream.models = {model.id: model.parent for model in models}
+        upstream.max_context = max((model.max_model_len or 0 for model in models), default=0)
+        upstream.ours = (await self.get(upstream, "/forebay/namespace"))[0] == 200
+
+    async def get(self, upstream: Upstream, path: str, headers: dict[str, str] | None = None) -> tuple[int, bytes]:
+        """Status and body of a small question. Raises BackendFailed."""
+        backend, limit = upstream.backend, 2 * self._config.connect_s
+        answer = await ask(
+            backend.host, backend.port, "GET", path, headers=headers, connect_s=self._config.connect_s, silence_s=limit
+        )
+        async with answer:
+            return answer.status, await answer.whole()

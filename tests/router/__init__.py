@@ -1,0 +1,1 @@
+"""The router, from its parts to whole clusters."""
