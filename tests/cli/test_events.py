@@ -14,9 +14,11 @@ from forebay.cli.endpoints import rules_of
 from forebay.events.difference import HeldChunk, compare
 from forebay.events.holdings import HeldIn, Holdings
 from forebay.events.schema import CPU, LOCAL, low64
+from forebay.events.sockets import CurveClient
 from forebay.events.subscriber import EventSubscriber
 from forebay.kvstore.client import StoreClient
 from forebay.kvstore.identity import Chain, root_key
+from forebay.tiers.p2p.keys import own_pair
 from tests.events.support import keys_of
 from tests.events.test_holdings import gone, run
 from tests.kvstore.running import put
@@ -108,7 +110,10 @@ def test_another_endpoint_speaks_to_its_own_kind_of_consumer(tmp_path: Path) -> 
     (tmp_path / "store.toml").write_text(
         '[endpoints.router]\nendpoint = "tcp://127.0.0.1:0"\nreplay = "tcp://127.0.0.1:0"\nconsumer = "vllm-router"\n'
         '[endpoints.quiet]\nendpoint = "tcp://127.0.0.1:0"\nreplay = "tcp://127.0.0.1:0"\ntokens = false\n'
+        f'[endpoints.far]\nendpoint = "tcp://127.0.0.1:0"\nreplay = "tcp://127.0.0.1:0"\nkeys = "{tmp_path}/store"\n'
     )
+    ours, theirs = own_pair(tmp_path / "store"), own_pair(tmp_path / "client")
+    (tmp_path / "store" / "client.pub").write_bytes(theirs.public)
     running.extra = ("--config", str(tmp_path / "store.toml"))
     running.start()
     spec = namespace()
@@ -128,8 +133,14 @@ def test_another_endpoint_speaks_to_its_own_kind_of_consumer(tmp_path: Path) -> 
                 received = subscriber.receive(10)
                 assert received is not None and received.batch.events[0].block_size == 16  # type: ignore[union-attr]
                 assert not received.batch.events[0].token_ids  # type: ignore[union-attr]
+            far = next(place for name, place in places.items() if name.endswith("at far"))
+            friend = CurveClient(theirs.secret, ours.public)
+            with EventSubscriber(far[0], replay=far[1], from_start=True, curve=friend) as subscriber:
+                assert believed(subscriber) == {"CPU": units, "STORAGE": units}
+            with EventSubscriber(far[0], replay=far[1], from_start=True, replay_timeout=0.3) as stranger:
+                assert stranger.receive(0.3) is None and stranger.counters.failed_replays == 1
             figures = client.stats().values
-            assert figures["events.streams"] == 3 and 0 < figures["events.units"] <= figures["events.units_max"]
+            assert figures["events.streams"] == 4 and 0 < figures["events.units"] <= figures["events.units_max"]
             assert figures["events.anchored"] > 0 and figures["events.chunks_untold"] == 0
     finally:
         running.stop()
