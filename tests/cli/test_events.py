@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,13 +14,13 @@ import pytest
 from forebay.cli.endpoints import rules_of
 from forebay.events.difference import HeldChunk, compare
 from forebay.events.holdings import HeldIn, Holdings
-from forebay.events.schema import CPU, LOCAL, low64
+from forebay.events.schema import CPU, LOCAL, STORAGE, low64
 from forebay.events.sockets import CurveClient
 from forebay.events.subscriber import EventSubscriber
 from forebay.kvstore.client import StoreClient
 from forebay.kvstore.identity import Chain, root_key
 from forebay.tiers.p2p.keys import own_pair
-from tests.events.support import keys_of
+from tests.events.support import LOOPBACK, keys_of
 from tests.events.test_holdings import gone, run
 from tests.kvstore.running import put
 from tests.kvstore.support import CHUNK, namespace
@@ -144,6 +145,37 @@ def test_another_endpoint_speaks_to_its_own_kind_of_consumer(tmp_path: Path) -> 
             assert figures["events.anchored"] > 0 and figures["events.chunks_untold"] == 0
     finally:
         running.stop()
+
+
+def test_a_relay_tells_every_worker_what_the_store_holds(store: TellingStore) -> None:
+    spec = namespace()
+    live, replay = store.endpoints()
+    with StoreClient(store.address) as client:
+        client.register(spec)
+        put(client, spec, TOKENS)
+        store.settled()
+        arguments = ["--events", live, "--replay", replay, "--publish", LOOPBACK, "--publish-replay", LOOPBACK]
+        with subprocess.Popen(
+            [sys.executable, "-m", "forebay", "events", "relay", *arguments, "--workers", "{ w0 = {}, w1 = {} }"],
+            stderr=subprocess.PIPE, text=True,
+        ) as relay:  # fmt: skip
+            try:
+                assert relay.stderr is not None
+                places = dict(relay.stderr.readline().rstrip().split(": ") for _ in range(2))
+                units = unit_hashes(spec)
+                for worker, place in places.items():
+                    events, _, again = place.partition(", replay ")
+                    with EventSubscriber(events, replay=again, from_start=True) as subscriber:
+                        holdings = Holdings()
+                        until = time.monotonic() + 30
+                        while len(holdings) < len(units) and time.monotonic() < until:
+                            if (received := subscriber.receive(1.0)) is not None:
+                                holdings.apply(received)
+                                assert received.topic == f"kv@{worker}@model"
+                        assert holdings.held(HERE) == holdings.held(HeldIn(STORAGE, LOCAL)) == units
+                assert set(places) == {"w0", "w1"}
+            finally:
+                relay.terminate()
 
 
 @pytest.mark.parametrize(
