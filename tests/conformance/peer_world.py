@@ -10,6 +10,7 @@ from pathlib import Path
 
 from forebay.testing.chaosproxy import CALM, ChaosProxy, Weather
 from forebay.tiers.messages import OptionValue
+from forebay.tiers.p2p.stream_server import IDLE_S
 from tests.conformance.worlds import World
 from tests.tiers.p2p.rig import NOWHERE, Host, own_folder
 
@@ -95,7 +96,18 @@ class PeerWorld(World):
         while (self.host.source.lent or self.host.source.rooms) and time.monotonic() < until:
             time.sleep(0.02)
         source = self.host.source
-        return [f"{source.lent} lent, {len(source.rooms)} reserved at the peer"] if source.lent or source.rooms else []
+        left = [f"{source.lent} lent, {len(source.rooms)} reserved at the peer"] if source.lent or source.rooms else []
+        # Streams whose other end was swallowed by the weather are hung up after a while of silence.
+        until = time.monotonic() + IDLE_S + 15
+        while self.streams and time.monotonic() < until:
+            time.sleep(0.05)
+        return left + ([f"{self.streams} streams at the peer"] if self.streams else [])
+
+    @property
+    def streams(self) -> int:
+        """Connections that the peer still has."""
+        server = self.host.tier._engine._stream_server
+        return server.connections + server.strangers if server is not None else 0
 
     def close(self) -> None:
         for proxy in self.proxies:
