@@ -162,6 +162,16 @@ def test_100_000_removed_blocks_leave_a_stream_as_small_as_it_was(raw: Raw) -> N
         assert len(state(messages)) == 2 and sum(len(message[-1]) for message in messages) < 1 << 20
 
 
+def test_a_large_snapshot_is_few_messages_and_few_bytes_a_block(raw: Raw) -> None:
+    chains = [stored(64, first=1024 * number) for number in range(160)]
+    with publishing(snapshot=lambda: iter(chains)) as publisher:
+        publisher.publish([stored(1)], 0.0)
+        messages = raw.ask(publisher, SNAPSHOT_REQUEST)
+        blocks = len(state(messages))
+    assert blocks == 160 * 64
+    assert len(messages) <= blocks // 960 + 1 and sum(len(message[-1]) for message in messages) < 100 * blocks
+
+
 def test_a_second_store_with_the_same_tokens_names_blocks_alike() -> None:
     first, second = (Projection(["full"]).chunk_stored(HOST_TIER, chunk(2)) for _ in range(2))
     assert isinstance(first[0], BlockStored) and first == second
