@@ -40,7 +40,7 @@ class Pipe(Protocol):
         """Let go of it."""
 
 
-class PlainPipe:
+class PlainPipe(Pipe):
     """TCP as it is. The kernel's timeouts are used: they cost no second system call for each."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -67,7 +67,7 @@ class PlainPipe:
         self._connection.close()
 
 
-class TlsPipe:
+class TlsPipe(Pipe):
     """Through TLS, once `shake` has come to its end. What TLS objects to ends the connection: ConnectionError."""
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext, *, server: bool) -> None:
