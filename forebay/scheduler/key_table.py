@@ -178,7 +178,9 @@ class KeyTable:
 
     def _resize(self, buckets: int) -> None:
         self.rehashes += 1
-        old = self.used_slots()
+        # One of each bucket after the other, so that few of a piece want the same bucket at once.
+        ways = np.flatnonzero(self._keys.T)
+        old = (ways % self._buckets << 3) + ways // self._buckets
         keys, columns = self._keys.reshape(-1)[old], [column[old] for column in self.columns]
         self._allocate(buckets)
         self.used = 0
