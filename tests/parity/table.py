@@ -37,9 +37,9 @@ TESTS = (
 )  # fmt: skip
 
 
-@dataclass
+@dataclass(eq=False)
 class Outcomes:
-    """A pytest plugin: what became of each test, by (family, test)."""
+    """A pytest plugin (so it must be hashable): what became of each test, by (family, test)."""
 
     passed: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     failed: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
