@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from forebay.testing.simulate.world import World
 
 ROUTER_DESCRIPTORS = 1 << 24
+RETRY_S = 0.2
+"""A subscriber asks again so soon here: most worlds don't last for long."""
 Frames = list[bytes]
 View = dict[str | None, set[Any]]
 
@@ -229,7 +231,9 @@ class _SimSubscriber(EventSubscriber):
 
     def __init__(self, hub: Hub, owner: Subscriber, endpoint: str, replay: str | None) -> None:
         self._hub, self._owner = hub, owner
-        super().__init__(endpoint, replay=replay, from_start=True, clock=hub.world.loop.time)
+        super().__init__(
+            endpoint, replay=replay, from_start=True, retry_seconds=RETRY_S, clock=hub.world.loop.time
+        )
 
     def _connect(self, kind: int, endpoint: str) -> Any:
         if kind == zmq.DEALER:
