@@ -18,7 +18,10 @@ from tests.api.serving import Front
 
 ALICE, BOB = {"Authorization": "Bearer key-of-alice"}, {"Authorization": "Bearer key-of-bob"}
 SECRET = "the secret of the river"
-GETS = {"/v1/models", "/metrics", "/forebay/namespace", "/health"}
+GETS = {
+    "/v1/models", "/metrics", "/forebay/namespace", "/health", "/health_generate", "/model_info", "/get_model_info",
+    "/server_info", "/get_server_info", "/load",
+}  # fmt: skip
 POSTS = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}
 
 
