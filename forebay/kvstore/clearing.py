@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from forebay.kvstore.chores import REMOVAL
 from forebay.kvstore.entry import Entry
 from forebay.kvstore.header import ChunkHeader, SlotState
 
@@ -68,7 +69,7 @@ class Clearing:
         return old and self.scope.covers(entry)
 
 
-def clear_steps(core: StoreCore, clearing: Clearing) -> Iterator[None]:
+def clear_steps(core: StoreCore, clearing: Clearing) -> Iterator[int]:
     """Do it, a chunk or a page of the pool a step."""
     prefix = clearing.scope.prefix
     try:
@@ -87,16 +88,16 @@ def _retire(core: StoreCore, clearing: Clearing, entry: Entry) -> None:
     clearing.chunks += 1
 
 
-def _everything(core: StoreCore, clearing: Clearing) -> Iterator[None]:
+def _everything(core: StoreCore, clearing: Clearing) -> Iterator[int]:
     for some in core.place.walk():
         for entry in some:
             if clearing.wants(entry):
                 _retire(core, clearing, entry)
-                yield
-        yield
+                yield REMOVAL
+        yield 1
 
 
-def _below(core: StoreCore, clearing: Clearing, groups: int, parent: bytes, prefix: Prefix | None) -> Iterator[None]:
+def _below(core: StoreCore, clearing: Clearing, groups: int, parent: bytes, prefix: Prefix | None) -> Iterator[int]:
     """All that goes on from a key; with a prefix, only what begins with its tokens. Goes down in all groups at once,
     since a group may lack chunks that another one has."""
     parents = [parent]
@@ -111,11 +112,11 @@ def _below(core: StoreCore, clearing: Clearing, groups: int, parent: bytes, pref
                 if clearing.wants(child):
                     parents.append(child.key)
                     _retire(core, clearing, child)
-                    yield
+                    yield REMOVAL
         prefix = None
 
 
-def _orphans(core: StoreCore, clearing: Clearing, prefix: Prefix) -> Iterator[None]:
+def _orphans(core: StoreCore, clearing: Clearing, prefix: Prefix) -> Iterator[int]:
     """Chunks whose parents have been evicted: nothing tells what they go on from, so they have to go as well.
 
     Most can't be read anyway as long as their parents aren't back.
@@ -126,4 +127,4 @@ def _orphans(core: StoreCore, clearing: Clearing, prefix: Prefix) -> Iterator[No
             if deeper and all(core.table.get(group, entry.parent) is None for group in range(prefix.groups)):
                 _retire(core, clearing, entry)
                 yield from _below(core, clearing, prefix.groups, entry.key, None)
-        yield
+        yield 1

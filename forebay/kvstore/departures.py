@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from forebay.kvstore.chores import REMOVAL
 from forebay.kvstore.entry import SlotRef
 from forebay.kvstore.leases import Client
 from forebay.kvstore.quarantine import Quarantine
@@ -40,11 +41,11 @@ class Departures:
         self._dropping.setdefault(client.id, []).append(drop)
         self._core.chores.add(self._steps(drop, self._core.leases.detach(client)))
 
-    def _steps(self, drop: Drop, leases: Iterator[None]) -> Iterator[None]:
+    def _steps(self, drop: Drop, leases: Iterator[int]) -> Iterator[int]:
         client = drop.client
         while client.reservations:
             self._core.reservations.give_up(next(iter(client.reservations.values())), writing=drop.writing)
-            yield
+            yield REMOVAL
         yield from leases
         drops = self._dropping[client.id]
         drops.remove(drop)
@@ -84,10 +85,10 @@ class Departures:
             self._core.chores.add(self._end_all(slots))
         return len(slots)
 
-    def _end_all(self, slots: Sequence[SlotRef]) -> Iterator[None]:
+    def _end_all(self, slots: Sequence[SlotRef]) -> Iterator[int]:
         for slot in slots:
             self._end(slot)
-            yield
+            yield REMOVAL
 
     def _end(self, slot: SlotRef) -> None:
         self._writers[slot] -= 1

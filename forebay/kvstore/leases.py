@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from forebay.kvstore.chores import Chores
+from forebay.kvstore.chores import STEP_CHUNKS, Chores
 from forebay.kvstore.deadlines import Deadlines
 from forebay.kvstore.entry import Entry
 
@@ -96,7 +96,11 @@ class Leases:
     """All leases of a store. Pins and unpins through the core; long work goes to its chores."""
 
     def __init__(
-        self, pin: Callable[[Sequence[Entry]], None], unpin: Callable[[Entry], None], chores: Chores, holds_max: int
+        self,
+        pin: Callable[[Sequence[Entry]], None],
+        unpin: Callable[[Sequence[Entry]], None],
+        chores: Chores,
+        holds_max: int,
     ) -> None:
         self._pin, self._unpin, self._chores = pin, unpin, chores
         self._holds_max = holds_max
@@ -180,16 +184,17 @@ class Leases:
         for _ in steps:
             pass
 
-    def _unpin_all(self, hold: Hold) -> Iterator[None]:
+    def _unpin_all(self, hold: Hold) -> Iterator[int]:
         """Deepest chunks first, so that a chain's head is the last to be evicted."""
         entries = [entry for entry in hold.entries if entry is not None]
         hold.entries, hold.left = [], 0
         entries.sort(key=attrgetter("start"), reverse=True)
-        for entry in entries:
-            self._unpin(entry)
-            yield
+        for first in range(0, len(entries), STEP_CHUNKS):
+            some = entries[first : first + STEP_CHUNKS]
+            self._unpin(some)
+            yield len(some)
 
-    def detach(self, client: Client) -> Iterator[None]:
+    def detach(self, client: Client) -> Iterator[int]:
         """The connection is gone: nobody can join what it held any more. The steps let go of it."""
         group = client.group or client.id
         if client in self._groups.get(group, ()):
@@ -198,7 +203,7 @@ class Leases:
                 del self._groups[group]
         return self._let_go(client)
 
-    def _let_go(self, client: Client) -> Iterator[None]:
+    def _let_go(self, client: Client) -> Iterator[int]:
         while client.leases:
             _, hold = client.leases.popitem()
             self.deadlines.drop(hold, hold.bucket)

@@ -318,6 +318,24 @@ class Placement:
         account.offer(entry, kept=entry in self.kept)
         self.accounts.active(account)
 
+    def released_all(self, entries: Sequence[Entry]) -> None:
+        """`released` for many entries, in their order."""
+        self.may_have_room()
+        busy, kept, extents, stamp = self.busy, self.kept, self.slots.extents, self.stamp
+        last: Account | None = None
+        for entry in entries:
+            extent = entry.slot.extent
+            busy[extent] -= 1
+            stamp += 1
+            entry.stamp = extents[extent].last_used = stamp
+            account = entry.account
+            assert account is not None
+            account.offer(entry, kept=entry in kept)
+            if account is not last:
+                self.accounts.active(account)
+                last = account
+        self.stamp = stamp
+
     def returned(self, entry: Entry) -> None:
         """Nobody pins `entry` any more, and nobody has used it: it is the first to go, if it may go at all."""
         self.may_have_room()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -204,19 +204,16 @@ def test_many_leases_that_end_at_once_end_in_slices(store: SmallStore) -> None:
 def test_chores_take_turns() -> None:
     log: list[str] = []
 
-    def work(name: str) -> Callable[[], object]:
-        def steps() -> object:
-            for _ in range(4):
-                log.append(name)
-                yield
-
-        return steps
+    def work(name: str) -> Iterator[int]:
+        for _ in range(4):
+            log.append(name)
+            yield 1
 
     woken: list[int] = []
     chores = Chores()
     chores.wake = lambda: woken.append(1)
     for name in "ab":
-        chores.add(work(name)())  # type: ignore[arg-type]
+        chores.add(work(name))
     while chores.run(2):
         pass
     assert "".join(log) == "aabbaabb" and len(chores) == 0 and woken == [1]

@@ -11,6 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,9 +86,10 @@ def take_seat(options: FsOptions) -> Seat:
         if not signs.beat and not claims.exists():
             lock = _lock(Paths(directory), signs)
             if lock is not None:
-                if not claims.exists():
-                    return Seat(0, Paths(directory), lock, signs, claims, options.quota_bytes, shared=False)
-                os.close(lock)
+                with _given_back(lock) as kept:
+                    if not claims.exists():
+                        kept.pop_all()
+                        return Seat(0, Paths(directory), lock, signs, claims, options.quota_bytes, shared=False)
         return _take_shared(options, signs, claims)
 
 
@@ -105,10 +107,12 @@ def _take_shared(options: FsOptions, signs: Signs, claims: Claims) -> Seat:
             mine = msgspec.structs.replace(before, token=claims.token, quota=options.quota_bytes)
             return {**seats, number: mine}
 
-        found = claims.change(retake).seats.get(number)
-        if found is not None and found.token == claims.token:
-            return _seated(Seat(number, paths, lock, signs, claims, found.held, shared=True))
-        os.close(lock)
+        with _given_back(lock) as kept:
+            found = claims.change(retake).seats.get(number)
+            if found is not None and found.token == claims.token:
+                seat = _seated(Seat(number, paths, lock, signs, claims, found.held, shared=True))
+                kept.pop_all()
+                return seat
     return _join(options, signs, claims)
 
 
@@ -147,7 +151,19 @@ def _join(options: FsOptions, signs: Signs, claims: Claims) -> Seat:
     lock = _lock(paths, signs)
     if lock is None:
         raise AlreadyRunning(f"another store sits at {paths.root}: start this one again")
-    return _seated(Seat(number, paths, lock, signs, claims, table.seats[number].held, shared=True))
+    with _given_back(lock) as kept:
+        seat = _seated(Seat(number, paths, lock, signs, claims, table.seats[number].held, shared=True))
+        kept.pop_all()
+    return seat
+
+
+@contextmanager
+def _given_back(lock: int) -> Iterator[ExitStack]:
+    """Close this lock file at the end, whatever happens, unless it is taken out: an open one makes whoever tries
+    again in this process take its own seat for somebody else's."""
+    with ExitStack() as stack:
+        stack.callback(os.close, lock)
+        yield stack
 
 
 def _seated(seat: Seat) -> Seat:
