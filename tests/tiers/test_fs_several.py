@@ -3,20 +3,22 @@ never take more than the quota."""
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
-from forebay.errors import AlreadyRunning, ResourceError
+from forebay.errors import AlreadyRunning, NotWritable, ResourceError
 from forebay.tiers.base import ChunkId, ClearScope, Query
 from forebay.tiers.errors import TierFailed
-from forebay.tiers.fs import keeper, neighbours, seating
+from forebay.tiers.fs import claims, keeper, neighbours, seating
 from forebay.tiers.fs.fsck import check_directory, list_directory
+from forebay.tiers.fs.options import FsOptions
 from forebay.tiers.fs.paths import Paths, seat_paths
 from forebay.tiers.fs.requests import REQUESTS_MAX, Mailbox, Request
 from forebay.tiers.fs.tier import FsTier
@@ -321,6 +323,36 @@ def test_a_store_that_comes_back_in_time_keeps_its_seat_and_its_manifest(make: M
     assert several.tier(0)._seat.number == 0
     assert not several.tier(0)._rebuilt
     assert again.serves(chunk) and second.serves(chunk)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+def test_who_fails_while_sitting_down_leaves_the_seat_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    options = FsOptions(directory=str(tmp_path / "files"), quota_bytes=8 << 20)
+    if shared:
+        first, second = seating.take_seat(options), seating.take_seat(options)
+        os.close(first.lock)
+        os.close(second.lock)
+    asked = 0
+
+    def fails_once_locked(*arguments: object) -> NoReturn | bool:
+        nonlocal asked
+        asked += 1
+        if asked == 1 and not shared:
+            return False
+        raise OSError(errno.EIO, "injected")
+
+    with monkeypatch.context() as patched:
+        if shared:
+            patched.setattr(claims.Claims, "change", fails_once_locked)
+        else:
+            patched.setattr(claims.Claims, "exists", fails_once_locked)
+        with pytest.raises(NotWritable) as refused:
+            seating.take_seat(options)
+    again = seating.take_seat(options)  # while the error and all that it refers to are still alive
+    assert (again.number, again.shared) == (0, shared), refused.value
+    os.close(again.lock)
 
 
 def test_each_store_finds_its_own_seat_again(several: Several) -> None:
