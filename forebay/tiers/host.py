@@ -51,6 +51,7 @@ from forebay.tiers.messages import (
     Store,
     TierStatsReply,
 )
+from forebay.tiers.pending_clears import PendingClears
 from forebay.tiers.supervise import HEARTBEAT_RID, Hooks, Patience, Supervisor
 
 log = logging.getLogger(__name__)
@@ -75,14 +76,6 @@ class HostLimits:
 
 DEFAULT_LIMITS = HostLimits()
 DEFAULT_PATIENCE = Patience()
-
-
-@dataclass(frozen=True)
-class _Clear:
-    """A clear that no process has confirmed yet."""
-
-    scope: ClearScope
-    done: asyncio.Future[int | None]
 
 
 class TierHost:
@@ -123,7 +116,7 @@ class TierHost:
         self._jobs = JobTable({"store": limits.store_queue_bytes, "load": limits.load_queue_bytes})
         self._early: list[JobResult] = []
         self._requests: dict[int, asyncio.Future[FromTier]] = {}
-        self._clears: dict[int, _Clear] = {}
+        self._clears = PendingClears(limits.requests, self._next_rid)
         self._forgets: dict[ChunkId, str] = {}
         self._rid = HEARTBEAT_RID
         self._counts: Counter[str] = Counter()
@@ -135,6 +128,10 @@ class TierHost:
             lock_fd=lock_fd, out_bytes_max=limits.out_bytes, clock=self._clock, sleep=sleep,
             new_child=new_child,
         )  # fmt: skip
+
+    def _next_rid(self) -> int:
+        self._rid += 1
+        return self._rid
 
     # --- life ------------------------------------------------------------------------------------------
 
@@ -166,9 +163,7 @@ class TierHost:
         """Let the process finish what it writes, at most `stop_s`, and end it. Open jobs are reported."""
         await self._supervisor.stop()
         self._flush_early()
-        for clear in self._clears.values():
-            clear.done.cancel()
-        self._clears.clear()
+        self._clears.cancel()
         for descriptor in self._extents.values():
             os.close(descriptor)
         self._extents.clear()
@@ -186,8 +181,8 @@ class TierHost:
         forgets, self._forgets = self._forgets, {}
         for reason in set(forgets.values()):
             self.forget([chunk for chunk, why in forgets.items() if why == reason], reason)
-        for rid, clear in self._clears.items():
-            channel.send(ClearTier(rid, clear.scope), force=True)
+        for clear in self._clears:
+            channel.send(ClearTier(clear.rid, clear.scope), force=True)
 
     def _dead(self, why: str) -> None:
         lost = [JobResult(job.id, False, "io") for job in self._jobs.take_all()]
@@ -250,8 +245,7 @@ class TierHost:
         if channel is None or len(self._requests) >= self._limits.requests:
             self._counts["requests_refused"] += 1
             return None
-        self._rid += 1
-        rid = self._rid
+        rid = self._next_rid()
         future: asyncio.Future[FromTier] = asyncio.get_running_loop().create_future()
         self._requests[rid] = future
         try:
@@ -321,17 +315,19 @@ class TierHost:
             self._tell(self._on_finished, early)
 
     def forget(self, chunks: Sequence[ChunkId], reason: str) -> None:
-        """Remove chunks. Remembered, up to a cap, while there is no process."""
+        """Remove chunks. Remembered while there is no process; of too many of them, everything is to be forgotten."""
         channel = self._channel
         if channel is not None:
             for at in range(0, len(chunks), BATCH):
                 channel.send(Forget(list(chunks[at : at + BATCH]), reason), force=True)
             return
-        for chunk in chunks:
-            if len(self._forgets) < self._limits.forgets:
-                self._forgets[chunk] = reason
-            else:
-                self._counts["forgets_lost"] += 1
+        if self._clears.everything:
+            return
+        self._forgets.update(dict.fromkeys(chunks, reason))
+        if len(self._forgets) > self._limits.forgets:
+            self._forgets.clear()
+            self._counts["forgets_widened"] += 1
+            self._clears.add(ClearScope(), asyncio.get_running_loop().create_future())
 
     async def clear(self, namespace: bytes, timeout_s: float = 30.0) -> int | None:
         """Remove everything of a namespace (all if empty). See `clear_scope`."""
@@ -343,15 +339,12 @@ class TierHost:
         None if that isn't known in time (the clear is then still carried out, by the next process if need be), or
         if the tier can't tell what is meant.
         """
-        if len(self._clears) >= self._limits.requests:
-            self._counts["requests_refused"] += 1
-            return None
-        self._rid += 1
-        clear = self._clears[self._rid] = _Clear(scope, asyncio.get_running_loop().create_future())
-        if (channel := self._channel) is not None:
-            channel.send(ClearTier(self._rid, scope), force=True)
-        await asyncio.wait((clear.done,), timeout=timeout_s)
-        return clear.done.result() if clear.done.done() and not clear.done.cancelled() else None
+        done: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        for clear in self._clears.add(scope, done):
+            if (channel := self._channel) is not None:
+                channel.send(ClearTier(clear.rid, clear.scope), force=True)
+        await asyncio.wait((done,), timeout=timeout_s)
+        return done.result() if done.done() and not done.cancelled() else None
 
     async def stats(self, timeout_s: float = 1.0) -> TierStats:
         """The tier's figures and, as `host.*`, this object's. Without an answer, the last known."""
@@ -365,6 +358,8 @@ class TierHost:
         values = {f"host.{name}": float(count) for name, count in counts.items()}
         values["host.up"] = float(self.alive)
         values["host.restarts"] = float(max(0, counts["starts"] - 1))
+        values["host.clears_pending"] = float(len(self._clears))
+        values["host.clears_widened"] = float(self._clears.widened)
         values["host.jobs_open"] = float(len(self._jobs.open))
         values["host.store_queue_bytes"] = float(self._jobs.bytes["store"])
         values["host.load_queue_bytes"] = float(self._jobs.bytes["load"])
@@ -385,9 +380,7 @@ class TierHost:
                 self._last_stats = stats
                 self._answer(rid, message)
             case Cleared(rid=rid, count=count):
-                clear = self._clears.pop(rid, None)
-                if clear is not None and not clear.done.done():
-                    clear.done.set_result(count)
+                self._clears.confirmed(rid, count)
             case _:
                 raise AssertionError(f"{type(message).__name__} is the supervisor's business")
 

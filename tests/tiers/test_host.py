@@ -20,7 +20,7 @@ import pytest
 import uvloop
 
 from forebay.errors import AlreadyRunning, ConfigError, ForebayError, NoSpace, NotWritable, ResourceError
-from forebay.tiers.base import JobResult, LoadJob, StoreJob, TierChange
+from forebay.tiers.base import ClearScope, JobResult, LoadJob, StoreJob, TierChange
 from forebay.tiers.host import HostLimits, TierHost
 from forebay.tiers.supervise import Patience
 from tests.tiers.support import Made, Pool, make_chunk, numbered
@@ -69,6 +69,11 @@ class Watched:
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         await self.until(lambda: self.host.alive and self.host.pid != pid)
+
+    async def kill(self) -> None:
+        """Kill the tier's process and wait until that is known."""
+        os.kill(self.suspect, signal.SIGKILL)
+        await self.until(lambda: not self.host.alive)
 
     def ids(self) -> list[int]:
         return [result.id for result in self.results]
@@ -190,8 +195,7 @@ def test_without_a_process_stores_fail_lookups_miss_and_forgets_wait(pool: Pool,
         async with hosted(pool, "fs", {"directory": str(tmp_path)}, patience=slow) as w:
             w.host.store([w.store_job(1, chunk), w.store_job(2, other)])
             await w.until(lambda: len(w.results) == 2)
-            os.kill(w.suspect, signal.SIGKILL)
-            await w.until(lambda: not w.host.alive)
+            await w.kill()
             w.host.store([w.store_job(3, chunk)])
             assert len(w.results) == 2, "never called from inside"
             await w.until(lambda: len(w.results) == 3)
@@ -293,6 +297,48 @@ def test_a_process_that_reads_nothing_fills_a_bounded_buffer_and_blocks_nobody(p
             await w.until(lambda: len(w.results) > 0)
             assert {result.reason for result in w.results} == {"dropped"}
             assert w.host.statistics()["host.jobs_open"] + len(w.results) == 2000
+
+    asyncio.run(scenario())
+
+
+def test_a_tier_that_is_away_forgets_all_that_it_was_told_to_however_much_that_was(
+    pool: Pool, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        limits = HostLimits(requests=8)
+        options = {"directory": str(tmp_path)}
+        async with hosted(pool, "fs", options, limits=limits, patience=Patience(backoff_first_s=1.0)) as w:
+            chunks = {name: make_chunk(namespace=name * 32, parent=name * 32) for name in (b"a", b"b", b"c")}
+            w.host.store([w.store_job(i, chunk) for i, chunk in enumerate(chunks.values())])
+            await w.until(lambda: len(w.results) == 3)
+            await w.kill()
+            asked = [w.host.clear_scope(ClearScope(b"a" * 32, None, 1, bytes([i]) * 32), 20.0) for i in range(40)]
+            waiting = [asyncio.create_task(clear) for clear in (*asked, w.host.clear(b"b" * 32, 20.0))]
+            await asyncio.sleep(0)
+            assert w.host.statistics()["host.clears_pending"] <= 8
+            assert w.host.statistics()["host.clears_widened"] >= 5
+            assert None not in await asyncio.gather(*waiting)
+            found = await w.host.lookup([chunk.query() for chunk in chunks.values()], 5.0)
+            assert [answer.outcome for answer in found] == ["miss", "miss", "hit"]
+
+    asyncio.run(scenario())
+
+
+def test_too_many_chunks_to_forget_become_all_there_are(pool: Pool, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        limits, options = HostLimits(forgets=4), {"directory": str(tmp_path)}
+        async with hosted(pool, "fs", options, limits=limits, patience=Patience(backoff_first_s=1.0)) as w:
+            chunks = [numbered(i) for i in range(8)]
+            w.host.store([w.store_job(i, chunk) for i, chunk in enumerate(chunks)])
+            await w.until(lambda: len(w.results) == 8)
+            await w.kill()
+            for chunk in chunks[1:]:
+                w.host.forget([chunk.id], "cleared")
+            assert w.host.statistics()["host.forgets_widened"] == 1
+            assert w.host.statistics()["host.clears_pending"] == 1
+            await w.until(lambda: w.host.alive and w.host.statistics()["host.clears_pending"] == 0)
+            found = await w.host.lookup([chunk.query() for chunk in chunks], 5.0)
+            assert {answer.outcome for answer in found} == {"miss"}
 
     asyncio.run(scenario())
 
