@@ -9,15 +9,18 @@ Four invariants, and why they hold:
 I1  Who holds blocks never waits behind one that holds none: a plan serves RUNNING requests first, and
     admits nobody in a step in which one of them could not go on.
 I2  Admission reserves all that the known tokens need, so a prefill never runs out of blocks halfway. Only
-    the growth of decoding may preempt, and then the youngest goes: the oldest always gets on.
+    the growth of decoding may preempt, and then the last in rank goes: the first always gets on.
 I3  A load that ended goes to the ready set; nobody scans the queue for it.
 I4  A load that failed is ready like any other, only with more to compute.
+
+Nobody starves: who is first in rank among all gets on in every step that has the blocks, and ranks never change, so
+everybody is first some day (see `Limits.ageing_s` for how late that can be).
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 from forebay.scheduler.memory import Growth, Memory
 from forebay.scheduler.plan import Limits, Plan
@@ -26,10 +29,11 @@ from forebay.scheduler.waiting import WaitingQueue
 
 
 class BatchScheduler:
-    """Decides who runs. Owned by one thread; pure but for what it asks of `memory`."""
+    """Decides who runs. Owned by one thread; pure but for what it asks of `memory` and `clock` (seconds)."""
 
-    def __init__(self, limits: Limits, memory: Memory) -> None:
+    def __init__(self, limits: Limits, memory: Memory, clock: Callable[[], float]) -> None:
         self.limits = limits
+        self._clock = clock
         self.preemptions = 0
         self._memory = memory
         self._waiting = WaitingQueue(limits.waiting)
@@ -44,6 +48,7 @@ class BatchScheduler:
         """Queue a new request. Raises QueueFull. Its key must not be in use."""
         assert request.state is RequestState.WAITING and self.find(request.key) is None, request.key
         request.order = self._submitted
+        request.standing = self._clock() + request.priority * self.limits.ageing_s
         self._waiting.push(request)
         self._submitted += 1
 
@@ -117,7 +122,8 @@ class BatchScheduler:
     def _schedule(self, request: Request, plan: Plan) -> None:
         if request.state is not RequestState.RUNNING or plan.budget == 0:
             return
-        count = min(request.remaining, plan.budget)
+        caps = (self.limits.prefill_tokens, request.step_tokens)
+        count = min(request.remaining, plan.budget, *filter(None, caps))
         if self._make_room(request, request.computed + count, plan):
             plan.add(request, count)
 
@@ -137,11 +143,11 @@ class BatchScheduler:
                 return False
 
     def _victim(self, request: Request, plan: Plan) -> Request | None:
-        """The youngest running request that is not in this plan; maybe `request` itself, unless it is the
+        """The last in rank of those that run and aren't in this plan; maybe `request` itself, unless it is the
         only one: then its blocks are with LOADING requests, whose loads end."""
         candidates = [r for r in self._running if not plan.includes(r)]
-        youngest = candidates[-1] if candidates else None
-        return None if youngest is request and len(self._running) == 1 else youngest
+        last = candidates[-1] if candidates else None
+        return None if last is request and len(self._running) == 1 else last
 
     def _preempt(self, victim: Request, plan: Plan) -> None:
         self._running.remove(victim)
@@ -188,5 +194,5 @@ class BatchScheduler:
         return len(self._waiting)
 
     def active(self) -> list[Request]:
-        """Running requests, oldest first."""
+        """Running requests, by rank, then those whose load has just ended."""
         return [*self._running, *self._ready]

@@ -9,14 +9,22 @@ from forebay.scheduler.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Caps of one worker. `batch_tokens` is what one step feeds at most, decode and prefill together."""
+    """Caps of one worker. `batch_tokens` is what one step feeds at most, decode and prefill together;
+    `prefill_tokens` what it feeds of one prompt (0: all that is left), so that a short one isn't kept by a long one.
+
+    A request of priority p stands where one of priority 0 would that came p * `ageing_s` later: whoever waits grows
+    more urgent, and nobody is overtaken by those who come later than that.
+    """
 
     batch_tokens: int = 512
     running: int = 16
     waiting: int = 256
+    prefill_tokens: int = 0
+    ageing_s: float = 10.0
 
     def __post_init__(self) -> None:
         assert self.running > 0 and self.waiting > 0, self
+        assert self.prefill_tokens >= 0 and self.ageing_s >= 0, self
         # Every running request can decode in every step, so nobody's decoding waits for a prefill.
         assert self.batch_tokens >= self.running, self
 

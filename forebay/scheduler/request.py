@@ -22,13 +22,17 @@ class Request:
 
     `tokens` are all that are known (prompt, then output); the KV of the first `computed` of them is on the
     device. A request is due for sampling when all known tokens have been fed. A smaller `priority` goes
-    first; within one, first come, first served.
+    first, but who has waited longer gains on it (see `Limits.ageing_s`). A step feeds at most `step_tokens` of it
+    (0: no such limit). A `fresh` one takes nothing from any cache: its every position is computed.
     """
 
     key: Hashable
     tokens: list[int]
     prompt_tokens: int
     priority: int = 0
+    step_tokens: int = 0
+    fresh: bool = False
+    standing: float = 0.0
     order: int = -1
     computed: int = 0
     state: RequestState = field(default=RequestState.WAITING)
@@ -37,9 +41,10 @@ class Request:
         assert 0 < self.prompt_tokens <= len(self.tokens), (self.prompt_tokens, len(self.tokens))
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Place in every queue: smaller goes first. `order` is given at submission, and kept."""
-        return (self.priority, self.order)
+    def rank(self) -> tuple[float, int]:
+        """Place in every queue: smaller goes first. `standing` and `order` are given at submission, and kept: with
+        time all that wait age alike, so nothing is ever sorted anew."""
+        return (self.standing, self.order)
 
     @property
     def remaining(self) -> int:

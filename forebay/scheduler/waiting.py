@@ -1,4 +1,4 @@
-"""The queue of those who hold no blocks: by priority, then first come, first served; with a cap."""
+"""The queue of those who hold no blocks: by rank, which is priority and age; with a cap."""
 
 from __future__ import annotations
 

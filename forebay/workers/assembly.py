@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -107,7 +108,7 @@ def assemble(
     transfer = _transfer(config, namespace, shapes, pools, inbox)
     memory = DeviceMemory(holdings, config.chunk_tokens, transfer.push if transfer else lambda push: False)
     limits = Limits(config.max_batch_tokens, config.max_running, config.max_waiting)
-    scheduler = BatchScheduler(limits, memory)
+    scheduler = BatchScheduler(limits, memory, time.monotonic)
     bounds = Bounds(model.info.vocab_size, model.info.max_context, holdings.capacity(), frozenset(model.info.eos_ids))
     counters = Counters()
     engine = Engine(

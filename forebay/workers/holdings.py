@@ -124,7 +124,7 @@ class Holdings:
         """See `Memory.admit`."""
         holding = self._held[request.key]
         assert not holding.holds
-        limit = (len(request.tokens) - 1) // MATCH_UNIT
+        limit = 0 if request.fresh else (len(request.tokens) - 1) // MATCH_UNIT
         keys = holding.chain.keys[:limit]
         prefix = device_prefix(self.shapes, self.pools, keys)
         load = self.ask_store and prefix.units < limit

@@ -2,6 +2,9 @@
 
 Every block remembers which unit key was written into it, so that a step that would read wrong KV, or write
 where others read, fails at once. Time is a count of turns; all chance comes from one `random.Random`.
+
+The worker sleeps as the real one does: after a turn in which nothing was computed it makes no plan until somebody
+tells it something. So a wake-up that is missing shows as a deadlock.
 """
 
 from __future__ import annotations
@@ -58,6 +61,7 @@ class Arrival:
     output: int
     priority: int = 0
     cancel_after: int | None = None
+    fresh: bool = False
 
 
 @dataclass
@@ -79,7 +83,7 @@ class Worker:
         self.holdings = Holdings(self.shapes, self.blocks, self.log)
         self.holdings.ask_store = self.store
         self.memory = DeviceMemory(self.holdings, self.chunk_tokens, self._queue_push)
-        self.scheduler = BatchScheduler(self.limits, self.memory)
+        self.scheduler = BatchScheduler(self.limits, self.memory, lambda: float(self.turn))
         self.contents: list[dict[int, bytes]] = [{} for _ in self.blocks]
         self.turn = 0
         self.loads: list[tuple[int, Pull]] = []
@@ -87,58 +91,76 @@ class Worker:
         self.pushed: list[Push] = []
         self.done: dict[object, str] = {}
         self.output: dict[object, int] = {}
-        self.preempted = self.gained = self.drained = 0
+        self.preempted = self.gained = self.drained = self.failed = self.cancelled = self.slept = 0
+        self.awake = True
+        self._due: dict[object, Request] = {}
         self._grow = self.memory.grow
         self.memory.grow = self._watch_growth  # type: ignore[method-assign]
 
     # --- the world ---------------------------------------------------------------------------------------
 
     def submit(self, key: object, arrival: Arrival) -> None:
-        request = Request(key, list(arrival.prompt), len(arrival.prompt), priority=arrival.priority)
+        self.awake = True
+        request = Request(
+            key, list(arrival.prompt), len(arrival.prompt), priority=arrival.priority, fresh=arrival.fresh
+        )
         assert self.holdings.fits(len(arrival.prompt) + arrival.output)
         self.holdings.expect(request, ROOT, "")
         self.output[key] = arrival.output
         self.scheduler.submit(request)
 
     def cancel(self, key: object) -> None:
+        self.awake = True
         request = self.scheduler.cancel(key)
         if request is not None:
+            self.cancelled += 1
             self.done[key] = "cancelled"
             if not self.holdings.holding(request).holds:
                 self.holdings.forget(key)
 
-    def step(self) -> Plan:
-        """One turn: what has ended ends, then one plan is made and carried out."""
+    def step(self) -> Plan | None:
+        """One turn: what has ended ends, then one plan is made and carried out, unless the worker sleeps."""
         self.turn += 1
         self._end_pushes()
         self._end_loads()
-        before = self.scheduler.active()
+        if not self.awake:
+            self.slept += 1
+            return None
+        before, waited = self.scheduler.active(), self._waiting()
         plan = self.scheduler.plan()
-        self._check_plan(plan, before)
+        self._check_plan(plan, before, waited)
         for request in plan.loads:
             pull = self.holdings.pull(request)
             self.loads.append((self.turn + self.chance.randint(1, self.load_turns), pull))
         if plan.draining and not plan.works:
             self._shed()
+        self.awake = bool(plan.works or plan.preempted) or (plan.draining and not plan.works)
         for work in plan.works:
             self._compute(work)
         return plan
+
+    def _waiting(self) -> list[Request]:
+        return list(self.scheduler._waiting._ranked)
 
     def _end_loads(self) -> None:
         due = [pull for turn, pull in self.loads if turn <= self.turn]
         self.loads = [(turn, pull) for turn, pull in self.loads if turn > self.turn]
         for pull in due:
+            self.awake = True
             request = self.scheduler.find(pull.request)
             assert request is not None
             if request.state is not RequestState.FINISHED:
                 self.holdings.settle(request, self._load(pull))
             if self.scheduler.load_ended(pull.request) is None:
                 self.holdings.forget(pull.request)
+            else:
+                self._due[request.key] = request
 
     def _load(self, pull: Pull) -> Pulled:
         nothing: tuple[dict[int, int], ...] = tuple({} for _ in self.shapes)
         hit = self.chance.randrange(0, pull.limit + 1, MATCH_UNIT)
         if self.chance.random() < self.load_fails:
+            self.failed += 1
             return Pulled(pull.request, 0, nothing)
         if hit <= pull.device_hit:
             return Pulled(pull.request, 0, nothing, stored=hit)
@@ -166,6 +188,7 @@ class Worker:
         due = [push for turn, push in self.pushes if turn <= self.turn]
         self.pushes = [(turn, push) for turn, push in self.pushes if turn > self.turn]
         for push in due:
+            self.awake = True
             self._check_push(push)
             self.memory.pushed(Pushed(push, lost=self.chance.random() < 0.1))
 
@@ -225,17 +248,50 @@ class Worker:
 
     # --- invariants --------------------------------------------------------------------------------------
 
-    def _check_plan(self, plan: Plan, before: list[Request]) -> None:
+    def _check_plan(self, plan: Plan, before: list[Request], waited: list[Request]) -> None:
+        self._check_first_in_rank(plan, before, waited)
+        self._check_reserved(plan)
+        self._check_ended_loads(plan)
         assert sum(work.count for work in plan.works) <= self.limits.batch_tokens
         assert len({work.request.key for work in plan.works}) == len(plan.works)
         assert self.scheduler.holding <= self.limits.running
         assert all(work.request.state is RequestState.RUNNING for work in plan.works)
         admitted = [r for r in (*plan.started, *plan.loads) if r not in before]
         left_out = [r for r in before if r.state is RequestState.RUNNING and not plan.includes(r)]
-        if admitted and plan.budget > 0:
+        if (admitted and plan.budget > 0) or any(map(plan.includes, admitted)):
             assert not left_out, "a request that holds blocks waits behind one that held none"
         self.preempted += len(plan.preempted)
         self.drained += plan.draining
+
+    def _check_first_in_rank(self, plan: Plan, before: list[Request], waited: list[Request]) -> None:
+        """Nobody is starved: the queue is left in rank order, and the first of all who run is never preempted."""
+        left = self._waiting()
+        admitted = [r for r in waited if r not in left]
+        if admitted and left:
+            came_before = [r for r in left if r not in plan.preempted]
+            assert all(max(r.rank for r in admitted) < r.rank for r in came_before), "the queue was jumped"
+        if before:
+            assert min(before, key=lambda r: r.rank) not in plan.preempted, "the first in rank was preempted"
+
+    def _check_reserved(self, plan: Plan) -> None:
+        """I2: whoever was admitted has its whole footprint, held or promised."""
+        for request in plan.loads:
+            holding = self.holdings.holding(request)
+            for group, shape in enumerate(self.shapes):
+                mine = len(holding.tables[group]) - holding.trimmed[group]
+                mine += holding.credit[group] + len(holding.spare[group])
+                assert mine == shape.footprint(len(request.tokens)), "less than the footprint was reserved"
+
+    def _check_ended_loads(self, plan: Plan) -> None:
+        """I3, I4: a load that ended, well or not, makes its request runnable at once, and it is computed as soon as
+        there is budget."""
+        due, self._due = self._due, {}
+        for key, request in due.items():
+            if request.state is RequestState.FINISHED:
+                continue  # cancelled between the end of its load and the plan
+            assert request in plan.started, f"{key}: its load has ended and it doesn't run"
+            served = plan.includes(request) or request in plan.preempted
+            assert served or plan.budget == 0 or plan.blocked, f"{key}: its load has ended and nothing is computed"
 
     def check_books(self) -> None:
         for pool in self.holdings.pools:

@@ -53,7 +53,7 @@ class CountingMemory:
 def scheduler(memory: CountingMemory | None = None, **limits: int) -> tuple[BatchScheduler, CountingMemory]:
     memory = memory or CountingMemory()
     limits = {"batch_tokens": 64, "running": 4, "waiting": 8} | limits
-    return BatchScheduler(Limits(**limits), memory), memory
+    return BatchScheduler(Limits(**limits), memory, lambda: 0.0), memory
 
 
 def request(key: str, tokens: int, priority: int = 0) -> Request:

@@ -1,108 +1,112 @@
-"""The invariants of the batch scheduler over random worlds: arrivals, sizes, loads, failures, cancellations."""
+"""The four invariants of the batch scheduler over drawn worlds. What is checked in every turn is in `simulation.py`.
+
+At length: `python -m tests.scheduler.batch_campaign --seeds 20000`.
+"""
 
 from __future__ import annotations
 
 import random
+from collections import deque
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import pytest
 
 from forebay.scheduler.plan import Limits
 from forebay.workers.prefix import GroupShape
+from tests.scheduler.batch_worlds import crowd, play, world
 from tests.scheduler.simulation import Arrival, Worker, geometry
 
-TURNS_MAX = 4000
+
+@pytest.mark.parametrize("first", range(0, 150, 15))
+def test_everyone_finishes_reads_only_right_blocks_and_leaks_none(first: int) -> None:
+    for seed in range(first, first + 15):
+        play(*world(seed))
 
 
-@st.composite
-def worlds(draw: st.DrawFn) -> tuple[Worker, list[Arrival]]:
-    chunk = draw(st.sampled_from([16, 32, 64]))
-    running = draw(st.integers(1, 5))
-    limits = Limits(batch_tokens=draw(st.integers(max(running, 8), 96)), running=running, waiting=64)
-    windows = draw(st.sampled_from([[None], [None, 20], [None, 64], [None, 16, 48], [33]]))
-    shapes = [GroupShape(geometry(f"g{i}", w), chunk, limits.batch_tokens) for i, w in enumerate(windows)]
-    chance = random.Random(draw(st.integers(0, 2**32)))
-    prompts, outputs = draw(st.sampled_from([(160, 20), (300, 4), (20, 120)]))
-    arrivals = [_arrival(chance, prompts, outputs) for _ in range(draw(st.integers(1, 14)))]
-    longest = max(len(a.prompt) + a.output for a in arrivals)
-    slack = draw(st.sampled_from([0, 2, 5, 10, 40]))
-    blocks = [shape.footprint(longest) + slack for shape in shapes]
-    worker = Worker(
-        shapes, blocks, limits, chance, chunk,
-        load_turns=draw(st.integers(1, 8)),
-        load_fails=draw(st.sampled_from([0.0, 0.3, 1.0])),
-        push_turns=draw(st.integers(0, 6)),
-        store=draw(st.booleans()),
-    )  # fmt: skip
-    return worker, arrivals
+@pytest.mark.parametrize("first", range(0, 60, 10))
+def test_a_crowd_on_a_small_device_gets_through(first: int) -> None:
+    for seed in range(first, first + 10):
+        play(*crowd(seed))
 
 
-def _arrival(chance: random.Random, prompts: int, outputs: int) -> Arrival:
-    # Prompts are cut from two texts, so that they share prefixes of all lengths.
-    text = [chance.randrange(2)] * prompts
-    return Arrival(
-        turn=chance.randint(0, 40),
-        prompt=text[: chance.randint(1, prompts)],
-        output=chance.randint(1, outputs),
-        priority=chance.choice([0, 0, 0, 1]),
-        cancel_after=chance.choice([None, None, None, chance.randint(0, 60)]),
-    )
-
-
-def run(worker: Worker, arrivals: list[Arrival]) -> None:
-    """Play all arrivals until everyone is done; fails when that takes too long."""
-    pending = dict(enumerate(arrivals))
-    leaving = {key: a.turn + a.cancel_after for key, a in pending.items() if a.cancel_after is not None}
-    while len(worker.done) < len(arrivals) or worker.loads or worker.pushes:
-        for key in [key for key, a in pending.items() if a.turn <= worker.turn]:
-            worker.submit(key, pending.pop(key))
-        for key in [key for key, turn in leaving.items() if turn <= worker.turn and key not in pending]:
-            del leaving[key]
-            worker.cancel(key)
-        worker.step()
-        worker.check_books()
-        assert worker.turn < TURNS_MAX, "deadlock or starvation"
-    assert all(why == "finished" for key, why in worker.done.items() if arrivals[key].cancel_after is None)
-    worker.check_empty()
-
-
-@settings(max_examples=150, deadline=None)
-@given(worlds())
-def test_everyone_finishes_reads_only_right_blocks_and_leaks_none(
-    world: tuple[Worker, list[Arrival]],
-) -> None:
-    worker, arrivals = world
-    run(worker, arrivals)
-
-
-def crowd(seed: int) -> tuple[Worker, list[Arrival]]:
-    """A crowded world: many requests that grow, on a device that holds a few of them."""
-    chance = random.Random(seed)
-    chunk = chance.choice([16, 32, 64])
-    limits = Limits(batch_tokens=chance.choice([16, 32, 96]), running=chance.choice([4, 8]), waiting=64)
-    windows = chance.choice([[None], [None, 20], [None, 64], [None, 16, 48], [33]])
-    shapes = [GroupShape(geometry(f"g{i}", w), chunk, limits.batch_tokens) for i, w in enumerate(windows)]
-    prompts, outputs = chance.choice([(200, 30), (40, 120), (90, 90)])
-    arrivals = [_arrival(chance, prompts, outputs) for _ in range(30)]
-    longest = max(len(a.prompt) + a.output for a in arrivals)
-    blocks = [shape.footprint(longest) + chance.choice([0, 4, 12]) for shape in shapes]
-    return Worker(shapes, blocks, limits, chance, chunk, push_turns=chance.choice([0, 3, 20])), arrivals
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32))
-def test_a_crowd_on_a_small_device_gets_through(seed: int) -> None:
-    run(*crowd(seed))
-
-
-def test_the_crowd_meets_preemptions_loads_and_draining_blocks() -> None:
-    """Guards the two tests above against worlds in which nothing happens."""
+def test_the_crowd_meets_preemptions_failures_cancellations_and_draining_blocks() -> None:
+    """Guards the tests above against worlds in which nothing happens."""
     workers = []
     for seed in range(30):
         worker, arrivals = crowd(seed)
-        run(worker, arrivals)
+        play(worker, arrivals)
         workers.append(worker)
     assert sum(w.preempted for w in workers) > 20
     assert sum(w.gained for w in workers) > 50
+    assert sum(w.failed for w in workers) > 50
+    assert sum(w.cancelled for w in workers) > 50
     assert sum(w.drained for w in workers) > 5
+    assert sum(w.slept for w in workers) > 50
     assert sum(len(w.pushed) for w in workers) > 500
+
+
+def busy_worker(ageing_s: float) -> Worker:
+    """A worker that two requests fill."""
+    limits = Limits(batch_tokens=32, running=2, waiting=4096, ageing_s=ageing_s)
+    shapes = [GroupShape(geometry("g0"), 32, limits.batch_tokens)]
+    return Worker(shapes, [40], limits, random.Random(1), 32, store=False)
+
+
+def turns_until_served(ageing_s: float, priority: int, turns: int = 600) -> int | None:
+    """More urgent requests come than can be served, without end; when is the one that came at turn 50 done?"""
+    worker = busy_worker(ageing_s)
+    for turn in range(turns):
+        worker.submit(f"urgent {turn}", Arrival(0, [turn % 2] * 16, 4))
+        if turn == 50:
+            worker.submit("patient", Arrival(0, [1] * 16, 4, priority=priority))
+        worker.step()
+        if worker.done.get("patient"):
+            return turn - 50
+    return None
+
+
+def test_who_waits_grows_urgent_and_is_served_though_more_urgent_ones_keep_coming() -> None:
+    soon, later = turns_until_served(ageing_s=10.0, priority=3), turns_until_served(ageing_s=10.0, priority=9)
+    assert soon is not None and later is not None
+    assert soon < later, "a higher priority is worth something"
+    assert turns_until_served(ageing_s=10_000.0, priority=3) is None, "without ageing it would starve"
+
+
+def test_of_two_in_the_queue_the_later_comes_first_only_within_its_head_start() -> None:
+    worker = busy_worker(ageing_s=10.0)
+    for key in ("first", "second"):
+        worker.submit(key, Arrival(0, [1] * 40, 60))
+    order: deque[object] = deque()
+    for turn in range(1500):
+        if turn == 5:
+            worker.submit("calm", Arrival(0, [1] * 8, 1, priority=2))
+        if turn in (24, 26):
+            worker.submit(f"urgent {turn}", Arrival(0, [0] * 8, 1))
+        worker.step()
+        order.extend(key for key in worker.done if key not in order)
+    names = [key for key in order if key not in ("first", "second")]
+    assert names == ["urgent 24", "calm", "urgent 26"], "two steps of ten turns each"
+
+
+class Unscanned(deque[object]):
+    """Stands for a queue that nobody may go through."""
+
+    def __iter__(self) -> None:  # type: ignore[override]
+        raise AssertionError("the queue was scanned")
+
+
+def test_a_load_that_ends_costs_the_same_however_many_others_load_or_wait() -> None:
+    """I3, as what is touched: neither the queue nor the other loads are looked through."""
+    worker = busy_worker(ageing_s=10.0)
+    worker.holdings.ask_store = True
+    worker.load_turns = 10**6
+    for number in range(50):
+        worker.submit(number, Arrival(0, [number % 2, number % 3, number % 5] * 8, 4))
+    worker.step()
+    assert worker.scheduler.loading == 2 and worker.scheduler.waiting == 48
+    worker.loads = [(0, worker.loads[0][1]), worker.loads[1]]
+    scheduler = worker.scheduler
+    ranked, scheduler._waiting._ranked = scheduler._waiting._ranked, Unscanned()  # type: ignore[assignment]
+    key = worker.loads[0][1].request
+    assert scheduler.load_ended(key) is not None
+    scheduler._waiting._ranked = ranked
+    assert scheduler.plan().started[0].key == key
