@@ -97,7 +97,7 @@ class BatchScheduler:
 
     def plan(self) -> Plan:
         """The next step. Mutates states and blocks; every work in it must then be fed."""
-        plan = Plan(self.limits.batch_tokens)
+        plan = Plan(self.limits.batch_tokens, self.limits.fresh_tokens)
         plan.started += self._start_ready()
         # Snapshots: a preemption takes requests out of the list while it is walked.
         for request in [r for r in self._running if r.remaining == 1]:
@@ -122,9 +122,12 @@ class BatchScheduler:
     def _schedule(self, request: Request, plan: Plan) -> None:
         if request.state is not RequestState.RUNNING or plan.budget == 0:
             return
-        caps = (self.limits.prefill_tokens, request.step_tokens)
-        count = min(request.remaining, plan.budget, *filter(None, caps))
-        if self._make_room(request, request.computed + count, plan):
+        count = min(request.remaining, plan.budget, self.limits.prefill_tokens or plan.budget)
+        if request.fresh:
+            count = min(count, plan.fresh_budget)
+        if count == 0:
+            plan.blocked = True
+        elif self._make_room(request, request.computed + count, plan):
             plan.add(request, count)
 
     def _make_room(self, request: Request, upto: int, plan: Plan) -> bool:

@@ -10,7 +10,8 @@ from forebay.scheduler.request import Request
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Caps of one worker. `batch_tokens` is what one step feeds at most, decode and prefill together;
-    `prefill_tokens` what it feeds of one prompt (0: all that is left), so that a short one isn't kept by a long one.
+    `prefill_tokens` what it feeds of one prompt (0: all that is left), so that a short one isn't kept by a long one;
+    `fresh_tokens` what it feeds of all `fresh` requests, whose every position has a row of logits.
 
     A request of priority p stands where one of priority 0 would that came p * `ageing_s` later: whoever waits grows
     more urgent, and nobody is overtaken by those who come later than that.
@@ -20,11 +21,12 @@ class Limits:
     running: int = 16
     waiting: int = 256
     prefill_tokens: int = 0
+    fresh_tokens: int = 64
     ageing_s: float = 10.0
 
     def __post_init__(self) -> None:
         assert self.running > 0 and self.waiting > 0, self
-        assert self.prefill_tokens >= 0 and self.ageing_s >= 0, self
+        assert self.prefill_tokens >= 0 and self.fresh_tokens > 0 and self.ageing_s >= 0, self
         # Every running request can decode in every step, so nobody's decoding waits for a prefill.
         assert self.batch_tokens >= self.running, self
 
@@ -46,6 +48,11 @@ class Work:
         """Whether the step reaches the last known token, so that the next one can be drawn."""
         return self.end == len(self.request.tokens)
 
+    @property
+    def scored(self) -> range:
+        """Positions of a `fresh` prompt in this step whose logits say how likely the next token of the prompt was."""
+        return range(self.start, min(self.end, self.request.prompt_tokens - 1)) if self.request.fresh else range(0)
+
 
 @dataclass(slots=True)
 class Plan:
@@ -56,6 +63,7 @@ class Plan:
     """
 
     budget: int
+    fresh_budget: int
     works: list[Work] = field(default_factory=list)
     loads: list[Request] = field(default_factory=list)
     started: list[Request] = field(default_factory=list)
@@ -72,6 +80,7 @@ class Plan:
         )
         self.works.append(Work(request, request.computed, count))
         self.budget -= count
+        self.fresh_budget -= count if request.fresh else 0
 
     def includes(self, request: Request) -> bool:
         """Whether `request` has work in this step."""

@@ -22,15 +22,14 @@ class Request:
 
     `tokens` are all that are known (prompt, then output); the KV of the first `computed` of them is on the
     device. A request is due for sampling when all known tokens have been fed. A smaller `priority` goes
-    first, but who has waited longer gains on it (see `Limits.ageing_s`). A step feeds at most `step_tokens` of it
-    (0: no such limit). A `fresh` one takes nothing from any cache: its every position is computed.
+    first, but who has waited longer gains on it (see `Limits.ageing_s`). A `fresh` one takes nothing from any
+    cache: the logits of its every position are wanted, so every position is computed.
     """
 
     key: Hashable
     tokens: list[int]
     prompt_tokens: int
     priority: int = 0
-    step_tokens: int = 0
     fresh: bool = False
     standing: float = 0.0
     order: int = -1

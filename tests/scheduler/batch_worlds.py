@@ -52,7 +52,8 @@ def _worker(chance: random.Random, running: int, arrivals: list[Arrival], slack:
     chunk = chance.choice([16, 32, 64])
     limits = Limits(
         batch_tokens=chance.randint(max(running, 8), 96), running=running, waiting=64,
-        prefill_tokens=chance.choice([0, 0, 5, 40]), ageing_s=chance.choice([0.0, 3.0, 30.0, 1000.0]),
+        prefill_tokens=chance.choice([0, 0, 5, 40]), fresh_tokens=chance.choice([3, 64]),
+        ageing_s=chance.choice([0.0, 3.0, 30.0, 1000.0]),
     )  # fmt: skip
     windows = chance.choice(WINDOWS)
     shapes = [GroupShape(geometry(f"g{i}", w), chunk, limits.batch_tokens) for i, w in enumerate(windows)]

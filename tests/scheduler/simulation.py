@@ -212,6 +212,7 @@ class Worker:
                 self.contents[group][table[unit]] = keys[unit] if unit < len(keys) else b"open"
         samples = work.samples
         request.computed = work.end
+        request.fresh = request.fresh and work.end < request.prompt_tokens
         if samples:
             token = self.chance.randrange(4)
             request.tokens.append(token)
@@ -253,6 +254,7 @@ class Worker:
         self._check_reserved(plan)
         self._check_ended_loads(plan)
         assert sum(work.count for work in plan.works) <= self.limits.batch_tokens
+        assert sum(work.count for work in plan.works if work.request.fresh) <= self.limits.fresh_tokens
         assert len({work.request.key for work in plan.works}) == len(plan.works)
         assert self.scheduler.holding <= self.limits.running
         assert all(work.request.state is RequestState.RUNNING for work in plan.works)
