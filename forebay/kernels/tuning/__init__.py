@@ -1,0 +1,1 @@
+"""Shipped sizes of launches, as JSON beside this file."""
