@@ -10,6 +10,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -53,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     routing = routing_of(given.workers, prompts, rng)
     everyone, took, cpu = np.ones(given.workers, np.bool_), [], []
     for number in range(given.decisions):
-        prompt, now = prompts[number % len(prompts)], 10.0 * number
+        # A prompt of its own: it remembers its keys.
+        prompt, now = replace(prompts[number % len(prompts)], _known={}), 10.0 * number
         started, begun = time.perf_counter(), time.process_time()
         decision = routing.decide(prompt, now, everyone)
         took.append(time.perf_counter() - started)

@@ -14,12 +14,16 @@ worker, and the cheaper one counts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from forebay.scheduler.fleet import Fleet, Numbers, Seconds
 from forebay.scheduler.reach import Reach
+
+_TINY = 1e-12
+"""Instead of nothing, to divide by."""
 
 
 @dataclass(slots=True)
@@ -39,7 +43,8 @@ class Estimate:
 
 def prefill_seconds(begin: Numbers, end: Numbers | int, fleet: Fleet) -> Seconds:
     """What computing the tokens [begin, end) takes: attention makes later ones dearer."""
-    seconds: Seconds = ((end - begin) + (np.square(end) - np.square(begin)) / (2 * fleet.attention)) * fleet.prefill_s
+    tokens = end - begin
+    seconds: Seconds = tokens * (1 + (end + begin) / (2 * fleet.attention)) * fleet.prefill_s
     return seconds
 
 
@@ -49,42 +54,43 @@ def estimate(
     """`wait_s` and `link_s` are how long each worker's device and link are taken already; `decoding` how many streams
     it is producing."""
     slower = 1 + fleet.decode_slows * decoding
-    here = _candidate(prompt_tokens, reach.device, reach.near, reach.load_s, fleet, wait_s, link_s, slower)
-    if not (reach.far > reach.near).any():
-        return here
-    moved_s = reach.load_s + (reach.far - reach.near) * fleet.move_s
-    there = _candidate(prompt_tokens, reach.device, reach.far, moved_s, fleet, wait_s, link_s, slower)
-    moves = (reach.far > reach.near) & (there.ttft_s < here.ttft_s)
+    beyond = reach.far - reach.near
+    if not beyond.any():
+        return _candidates(prompt_tokens, reach.device, reach.near, reach.load_s, fleet, wait_s, link_s, slower)
+    # Both candidates at once, one a row: to compute where the prefix is, and to move it.
+    ends, loads_s = np.stack([reach.near, reach.far]), np.stack([reach.load_s, reach.load_s + beyond * fleet.move_s])
+    both = _candidates(prompt_tokens, reach.device, ends, loads_s, fleet, wait_s, link_s, slower)
+    moves = both.ttft_s[1] < both.ttft_s[0]
+
+    def better(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        chosen: npt.NDArray[Any] = np.where(moves, rows[1], rows[0])
+        return chosen
+
     return Estimate(
-        wait_s,
-        np.where(moves, there.load_s, here.load_s),
-        np.where(moves, there.cut_s, here.cut_s),
-        np.where(moves, there.compute_s, here.compute_s),
-        np.where(moves, there.ttft_s, here.ttft_s),
-        np.where(moves, there.work_s, here.work_s),
-        moves,
-        np.where(moves, there.cached, here.cached),
-    )
+        wait_s, better(both.load_s), better(both.cut_s), better(both.compute_s), better(both.ttft_s),
+        better(both.work_s), moves, better(both.cached),
+    )  # fmt: skip
 
 
-def _candidate(
+def _candidates(
     prompt_tokens: int, device: Numbers, end: Numbers, load_s: Seconds, fleet: Fleet, wait_s: Seconds,
     link_s: Seconds, slower: Seconds,
 ) -> Estimate:  # fmt: skip
     loaded = end > device
-    load_s = np.where(loaded, load_s + fleet.latency_s, 0.0)
+    load_s = (load_s + fleet.latency_s) * loaded
     prefix_s = prefill_seconds(device, end, fleet) * slower
     rest_s = prefill_seconds(end, prompt_tokens, fleet) * slower
     # What is still to come of the load when the device is free, and as much of the computation that it stands for.
-    left_s = np.clip(np.where(loaded, link_s, 0.0) + load_s - wait_s, 0.0, None)
-    share = np.minimum(1.0, left_s / np.maximum(load_s, 1e-12))
-    stands_for = prefix_s * share
-    both = np.where(loaded & (left_s > 0), stands_for * left_s / np.maximum(stands_for + left_s, 1e-12), 0.0)
-    cut_s = np.where(fleet.overlaps, both, np.minimum(left_s, prefix_s))
+    left_s = np.maximum(link_s * loaded + load_s - wait_s, 0.0)
+    stands_for = prefix_s * np.minimum(left_s / np.maximum(load_s, _TINY), 1.0)
+    cut_s = stands_for * left_s / np.maximum(stands_for + left_s, _TINY)
     # Of the prefix the device computes what the meeting point leaves to it.
-    computed_share = cut_s / np.maximum(prefix_s, 1e-12)
-    computed_share = np.where(fleet.overlaps, computed_share, np.where(left_s < prefix_s, 0.0, 1.0)) * loaded
-    cached = end - ((end - device) * np.clip(computed_share, 0.0, 1.0)).astype(np.int64)
-    work_s = rest_s + prefix_s * np.clip(computed_share, 0.0, 1.0)
+    share = np.minimum(cut_s / np.maximum(prefix_s, _TINY), 1.0)
+    if not fleet.all_overlap:
+        cut_s = np.where(fleet.overlaps, cut_s, np.minimum(left_s, prefix_s))
+        share = np.where(fleet.overlaps, share, loaded & (left_s >= prefix_s))
+    cached = end - ((end - device) * share).astype(np.int64)
     ttft_s = wait_s + cut_s + rest_s
-    return Estimate(wait_s, load_s, cut_s, rest_s, ttft_s, work_s, np.zeros(len(fleet), np.bool_), cached)
+    return Estimate(
+        wait_s, load_s, cut_s, rest_s, ttft_s, rest_s + prefix_s * share, np.zeros(len(fleet), np.bool_), cached
+    )

@@ -56,12 +56,18 @@ class Fleet:
         self.store_of: Numbers = np.array([-1 if w.store is None else places[w.store] for w in workers], np.int64)
         own = [holders.all_of(worker.name) for worker in workers]
         kept = [holders.all_of(store) for store in self.stores]
+        every = np.array(kept, np.int64).reshape(-1, TIERS)
         # One more than every holder: a column that nobody has.
         self.nobody = holders.count
         nothing = [self.nobody] * TIERS
         self.own: Numbers = np.array(own, np.int64)
         self.shared: Numbers = np.array([kept[at] if at >= 0 else nothing for at in self.store_of], np.int64)
-        self.kept: Numbers = np.array(kept, np.int64).reshape(-1, TIERS)[:, (Tier.HOST, Tier.DISK)]
+        self.kept: Numbers = every[:, (Tier.HOST, Tier.DISK)]
+        # The same for loops that go by owners: an owner's tiers are consecutive numbers.
+        self.owners = holders.count // TIERS
+        self.own_owner: Numbers = np.ascontiguousarray(self.own[:, 0]) // TIERS
+        self.store_owner: Numbers = np.ascontiguousarray(self.shared[:, 0]) // TIERS
+        self.kept_owner: Numbers = np.ascontiguousarray(every[:, 0]) // TIERS
         self.block_tokens: Numbers = np.array([worker.block_tokens for worker in workers], np.int64)
         self.sizes = sorted(set(self.block_tokens.tolist()))
         self._set_rates([worker.rates for worker in workers])
@@ -77,3 +83,4 @@ class Fleet:
         self.latency_s: Seconds = np.array([rate.latency_s for rate in rates])
         self.decode_slows: Seconds = np.array([rate.decode_slows for rate in rates])
         self.overlaps: npt.NDArray[np.bool_] = np.array([rate.overlaps for rate in rates])
+        self.all_overlap = bool(self.overlaps.all())

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import bisect
 from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +21,22 @@ _ROUNDS = 4
 
 SetIds = npt.NDArray[np.uint32]
 Members = npt.NDArray[np.uint16]
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """Members of several sets: those of the i-th are `members[offsets[i] : offsets[i + 1]]`, ascending. Iterates over
+    the sets."""
+
+    members: Members
+    offsets: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return self.offsets.size - 1
+
+    def __iter__(self) -> Iterator[Members]:
+        for begin, end in pairwise(self.offsets.tolist()):
+            yield self.members[begin:end]
 
 
 class HolderSets:
@@ -39,9 +58,20 @@ class HolderSets:
         held = sum(33 + len(members) for members in self._ids)
         return held + 8 * len(self._members) + 100 * len(self._ids) + self._counts.nbytes
 
+    @property
+    def numbers(self) -> int:
+        """One more than the greatest number of a set."""
+        return len(self._members)
+
     def members(self, set_id: int) -> Members:
-        """The holders of a set, ascending. A view: valid until the next change."""
+        """The holders of a set, ascending."""
         return np.frombuffer(self._members[set_id], np.uint16)
+
+    def listed(self, set_ids: Sequence[int]) -> Listed:
+        """The holders of several sets, one after the other."""
+        raw = [self._members[number] for number in set_ids]
+        offsets = np.cumsum([0, *map(len, raw)]) // 2
+        return Listed(np.frombuffer(b"".join(raw), np.uint16), offsets)
 
     def with_holder(self, ids: SetIds, holder: int) -> SetIds:
         """For blocks that had these sets: the sets with `holder` in them. Counts the blocks over."""
@@ -50,6 +80,22 @@ class HolderSets:
     def without_holder(self, ids: SetIds, holder: int) -> SetIds:
         """For blocks that had these sets: the sets without `holder`. Counts the blocks over."""
         return self._moved(ids, holder, add=False)
+
+    def move(self, old: int, holder: int, count: int, *, add: bool) -> int:
+        """So many blocks that had this set gain or lose `holder`: the set that they have now."""
+        members = array("H", self._members[old])
+        at = bisect.bisect_left(members, holder)
+        has = at < len(members) and members[at] == holder
+        if has == add:
+            return old
+        if add:
+            members.insert(at, holder)
+        else:
+            del members[at]
+        new = self._number(members.tobytes())
+        self._count(new, count)
+        self._count(old, -count)
+        return new
 
     def containing(self, holder: int) -> SetIds:
         """All sets that have `holder`."""
@@ -69,30 +115,15 @@ class HolderSets:
             # Nearly always a batch has one set, or a few: cheaper one by one than sorted.
             old = ids[rest[0]]
             same = ids[rest] == old
-            moved[rest[same]] = self._move(int(old), holder, int(np.count_nonzero(same)), add=add)
+            moved[rest[same]] = self.move(int(old), holder, int(np.count_nonzero(same)), add=add)
             rest = rest[~same]
         olds, back, counts = np.unique(ids[rest], return_inverse=True, return_counts=True)
         news = [
-            self._move(old, holder, count, add=add)
+            self.move(old, holder, count, add=add)
             for old, count in zip(olds.tolist(), counts.tolist(), strict=True)
         ]
         moved[rest] = np.array(news, np.uint32)[back]
         return moved
-
-    def _move(self, old: int, holder: int, count: int, *, add: bool) -> int:
-        members = array("H", self._members[old])
-        at = bisect.bisect_left(members, holder)
-        has = at < len(members) and members[at] == holder
-        if has == add:
-            return old
-        if add:
-            members.insert(at, holder)
-        else:
-            del members[at]
-        new = self._number(members.tobytes())
-        self._count(new, count)
-        self._count(old, -count)
-        return new
 
     def _number(self, members: bytes) -> int:
         number = self._ids.get(members)

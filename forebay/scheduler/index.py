@@ -12,14 +12,14 @@ after removals, that is 17 to 75 bytes a block, and right after doubling 33. `be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from forebay.scheduler.holder_sets import EMPTY, HOLDERS_MAX, HolderSets, Members
+from forebay.scheduler.holder_sets import EMPTY, HOLDERS_MAX, HolderSets, Listed
 from forebay.scheduler.key_table import Keys, KeyTable, Slots
+from forebay.scheduler.loops import compiled_loops
 
 _PIECES = (64, 1024)
 """A prompt is looked up in pieces that grow, so that a miss near its head is cheap."""
@@ -29,23 +29,23 @@ _PIECES = (64, 1024)
 class PrefixMatch:
     """What the index has of a prompt: its first `blocks` blocks, in runs of equal holders.
 
-    Run i is the blocks [starts[i], starts[i + 1]) (the last ends at `blocks`); who holds them is
-    `sets[which[i]]`. `first[j]` is where set j comes up first. At block `blocks` comes one that nobody has, or
-    the prompt's end.
+    Run i is the blocks [starts[i], starts[i + 1]) (the last ends at `blocks`); who holds them is set `which[i]` of
+    `sets`. `first[j]` is where set j comes up first, ascending. At block `blocks` comes one that nobody
+    has, or the prompt's end.
     """
 
     blocks: int
     starts: npt.NDArray[np.int64]
     which: npt.NDArray[np.int64]
     first: npt.NDArray[np.int64]
-    sets: Sequence[Members]
+    sets: Listed
 
     def lengths(self) -> dict[int, int]:
         """For each holder of the first block: how many of the prompt's first blocks it holds."""
         if not self.blocks:
             return {}
-        missing = dict.fromkeys(self.sets[int(self.which[0])].tolist(), self.blocks)
-        for first, members in sorted(zip(self.first.tolist(), self.sets, strict=True), key=lambda pair: pair[0]):
+        missing = dict.fromkeys(next(iter(self.sets)).tolist(), self.blocks)
+        for first, members in zip(self.first.tolist(), self.sets, strict=True):
             for holder in missing.keys() - set(members.tolist()):
                 missing[holder] = min(missing[holder], first)
         return missing
@@ -81,6 +81,7 @@ class PrefixIndex:
         self.max_blocks = max_blocks
         self._table = KeyTable(np.uint32, expected=expected)
         self._sets = HolderSets()
+        self._kind_of = np.full(64, -1, np.int64)
         self._entries = 0
         self._refused = 0
 
@@ -92,22 +93,23 @@ class PrefixIndex:
         assert 0 <= holder < HOLDERS_MAX, holder
         if len(self._table) + keys.size > self.max_blocks:
             keys = self._admitted(keys)
-        slots = self._distinct(self._table.insert(keys))
-        return self._move(slots, holder, add=True)
+        return self._move(self._table.insert(keys), holder, add=True)
 
     def removed(self, holder: int, keys: Keys) -> int:
         """`holder` doesn't have these blocks any more. Idempotent; returns how many it had."""
         slots = self._table.find(keys)
-        return self._move(self._distinct(slots[slots >= 0]), holder, add=False)
+        return self._move(slots[slots >= 0], holder, add=False)
 
     def drop(self, holder: int) -> int:
         """`holder` has nothing any more. Returns how much it had. Walks the whole table."""
-        containing = self._sets.containing(holder)
-        slots = self._table.used_slots()
-        return self._move(slots[np.isin(self._table.columns[0][slots], containing)], holder, add=False)
+        holds = np.zeros(self._sets.numbers, np.bool_)
+        holds[self._sets.containing(holder)] = True
+        return self._move(np.flatnonzero(holds[self._table.columns[0]]), holder, add=False)
 
     def match(self, keys: Keys) -> PrefixMatch:
         """What is known of a prompt with these keys, in their order. Changes nothing."""
+        if compiled_loops() is not None:
+            return self._match_compiled(keys)
         ids = self._known(keys)
         blocks = ids.size
         changes = np.empty(blocks, np.bool_)
@@ -115,8 +117,11 @@ class PrefixIndex:
         np.not_equal(ids[1:], ids[:-1], out=changes[1:])
         starts = np.flatnonzero(changes)
         distinct, at, which = np.unique(ids[starts], return_index=True, return_inverse=True)
-        sets = [self._sets.members(number) for number in distinct.tolist()]
-        return PrefixMatch(blocks, starts, which, starts[at], sets)
+        order = np.argsort(at)
+        place = np.empty_like(order)
+        place[order] = np.arange(order.size)
+        sets = self._sets.listed(distinct[order].tolist())
+        return PrefixMatch(blocks, starts, place[which], starts[at[order]], sets)
 
     def holders(self, key: int) -> list[int]:
         """Who has the block of this key."""
@@ -130,6 +135,16 @@ class PrefixIndex:
             bytes=self._table.nbytes + self._sets.nbytes, max_blocks=self.max_blocks, refused=self._refused,
             rehashes=self._table.rehashes,
         )  # fmt: skip
+
+    def _match_compiled(self, keys: Keys) -> PrefixMatch:
+        blocks, starts, which, first, distinct = self._table.match(keys, self._scratch())
+        return PrefixMatch(blocks, starts, which, first, self._sets.listed(distinct.tolist()))
+
+    def _scratch(self) -> npt.NDArray[np.int64]:
+        """One -1 a set."""
+        while self._kind_of.size < self._sets.numbers:
+            self._kind_of = np.full(2 * self._kind_of.size, -1, np.int64)
+        return self._kind_of
 
     def _known(self, keys: Keys) -> npt.NDArray[np.uint32]:
         """The sets of the leading keys that somebody has."""
@@ -148,15 +163,29 @@ class PrefixIndex:
         return np.concatenate(found) if len(found) > 1 else found[0]
 
     def _move(self, slots: Slots, holder: int, *, add: bool) -> int:
+        """These slots, which may repeat, gain or lose a holder. Returns how many did."""
+        if compiled_loops() is not None:
+            moved, bare = self._moved_compiled(slots, holder, add=add)
+        else:
+            moved, bare = self._moved(self._distinct(slots), holder, add=add)
+        self._entries += moved if add else -moved
+        if bare.size:
+            self._table.remove(bare)
+        return moved
+
+    def _moved_compiled(self, slots: Slots, holder: int, *, add: bool) -> tuple[int, Slots]:
+        loops, column = compiled_loops(), self._table.columns[0]
+        olds, counts, kinds = loops.take_sets(column, slots, self._scratch())
+        listed = zip(olds.tolist(), counts.tolist(), strict=True)
+        news = np.array([self._sets.move(old, holder, count, add=add) for old, count in listed], np.int64)
+        return int(counts[news != olds].sum()), loops.give_sets(column, slots, kinds, news)
+
+    def _moved(self, slots: Slots, holder: int, *, add: bool) -> tuple[int, Slots]:
         before = self._table.columns[0][slots]
         move = self._sets.with_holder if add else self._sets.without_holder
         after = move(before, holder)
         self._table.columns[0][slots] = after
-        moved = int(np.count_nonzero(before != after))
-        self._entries += moved if add else -moved
-        if not add:
-            self._table.remove(slots[after == EMPTY])
-        return moved
+        return int(np.count_nonzero(before != after)), slots[after == EMPTY]
 
     def _admitted(self, keys: Keys) -> Keys:
         """What there is room for: blocks that are here already, and as many new ones as fit, the first ones."""

@@ -6,7 +6,8 @@ nobody passed, and a removal leaves no tombstones. The table doubles when it is 
 when it is under a sixth: what churn brought is gone afterwards. Doing so copies everything (`rehash_seconds` in
 `benchmarks/index.py`); a table that is told its size beforehand never does.
 
-Nothing here blocks or does I/O. Not thread-safe.
+The numpy form of each loop is here, the compiled one in `compiled`: they leave the same arrays behind, but for the
+order inside a bucket. Nothing here blocks or does I/O. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from forebay.scheduler.loops import compiled_loops
 
 Keys: TypeAlias = npt.NDArray[np.uint64]
 Slots: TypeAlias = npt.NDArray[np.int64]
@@ -41,6 +44,7 @@ class KeyTable:
     """
 
     def __init__(self, *dtypes: npt.DTypeLike, expected: int = 0) -> None:
+        compiled_loops()  # if they are to be compiled, then now and not at a request
         self._dtypes = dtypes
         self.used = 0
         self.rehashes = 0
@@ -62,10 +66,20 @@ class KeyTable:
 
     def find(self, keys: Keys) -> Slots:
         """The slot of each key, ABSENT where there is none."""
+        loops = compiled_loops()
+        if loops is not None:
+            found: Slots = loops.find(self._flat, self._passed, self._shift, keys)
+            return found
         return self._find(_named(keys))
+
+    def match(self, keys: Keys, kind_of: Slots) -> Any:
+        """Compiled alone: see `compiled.match`. The sets are the first column's."""
+        return compiled_loops().match(self._flat, self._passed, self.columns[0], self._shift, keys, kind_of)
 
     def insert(self, keys: Keys) -> Slots:
         """The slot of each key, made where there was none (its columns are then 0). May resize."""
+        if compiled_loops() is not None:
+            return self._insert_compiled(keys)
         keys = _named(keys)
         slots = self._find(keys)
         missing = np.flatnonzero(slots < 0)
@@ -79,26 +93,20 @@ class KeyTable:
 
     def remove(self, slots: Slots) -> None:
         """Free these slots, which are in use, each once. May resize."""
-        keys = self._keys.reshape(-1)
-        buckets = slots >> 3
-        homes = self._homes(keys[slots])
-        keys[slots] = 0
+        loops = compiled_loops()
+        if loops is not None:
+            loops.free(self._flat, self._passed, self._shift, slots)
+        else:
+            self._free(slots)
         for column in self.columns:
             column[slots] = 0
         self.used -= len(slots)
-        moved = homes != buckets
-        if moved.any():
-            self._unpass(homes[moved], buckets[moved])
         if self.used < _SPARSE * self.capacity and self._buckets > self._least:
             self._resize(max(self._least, self._buckets_for(self.used)))
 
-    def used_slots(self) -> Slots:
-        """All slots in use."""
-        return np.flatnonzero(self._keys.reshape(-1)).astype(np.int64, copy=False)
-
     def keys_at(self, slots: Slots) -> Keys:
         """The keys in these slots."""
-        found = self._keys.reshape(-1)[slots]
+        found = self._flat[slots]
         found[found == _ZERO] = 0
         return found
 
@@ -111,9 +119,26 @@ class KeyTable:
     def _allocate(self, buckets: int) -> None:
         self._buckets = buckets
         self._shift = np.uint64(64 - (buckets.bit_length() - 1))
-        self._keys = np.zeros((buckets, _WAYS), np.uint64)
+        self._flat = np.zeros(buckets * _WAYS, np.uint64)
+        self._keys = self._flat.reshape(buckets, _WAYS)
         self._passed = np.zeros(buckets, np.uint32)
         self.columns: list[Column] = [np.zeros(buckets * _WAYS, dtype) for dtype in self._dtypes]
+
+    def _insert_compiled(self, keys: Keys) -> Slots:
+        if self.used + keys.size > _FULL * self.capacity:
+            missing = int(np.count_nonzero(self.find(keys) < 0))
+            if self.used + missing > _FULL * self.capacity:
+                self._resize(self._buckets_for(self.used + missing))
+        slots = np.empty(keys.size, np.int64)
+        self.used += compiled_loops().insert(self._flat, self._passed, self._shift, keys, slots)
+        return slots
+
+    def _free(self, slots: Slots) -> None:
+        buckets, homes = slots >> 3, self._homes(self._flat[slots])
+        self._flat[slots] = 0
+        moved = homes != buckets
+        if moved.any():
+            self._unpass(homes[moved], buckets[moved])
 
     def _homes(self, keys: Keys) -> Slots:
         return ((keys * _SPREAD) >> self._shift).astype(np.int64)
@@ -143,7 +168,7 @@ class KeyTable:
         All try the first free place of their bucket at once; whoever is read back has it, the others try again.
         Equal keys go through all of this in step, so they end in one place.
         """
-        flat = self._keys.reshape(-1)
+        flat = self._flat
         slots = np.empty(keys.size, np.int64)
         buckets = self._homes(keys)
         todo = np.arange(keys.size)
@@ -181,11 +206,12 @@ class KeyTable:
         # One of each bucket after the other, so that few of a piece want the same bucket at once.
         ways = np.flatnonzero(self._keys.T)
         old = (ways % self._buckets << 3) + ways // self._buckets
-        keys, columns = self._keys.reshape(-1)[old], [column[old] for column in self.columns]
+        keys, columns = self._flat[old], [column[old] for column in self.columns]
         self._allocate(buckets)
         self.used = 0
+        place = self._place if compiled_loops() is None else self._insert_compiled
         for at in range(0, len(keys), _PIECE):
-            slots = self._place(keys[at : at + _PIECE])
+            slots = place(keys[at : at + _PIECE])
             for column, values in zip(self.columns, columns, strict=True):
                 column[slots] = values[at : at + _PIECE]
 

@@ -21,8 +21,7 @@ class Predicted:
     """
 
     def __init__(self, workers: int, *, ttl_s: float = 5.0, max_blocks: int = 1 << 20) -> None:
-        self.ttl_s, self.max_blocks = ttl_s, max_blocks
-        self._columns: Numbers = np.arange(workers)
+        self.workers, self.ttl_s, self.max_blocks = workers, ttl_s, max_blocks
         self._young, self._old = PrefixIndex(), PrefixIndex()
         self._born = 0.0
 
@@ -43,10 +42,9 @@ class Predicted:
     def leading(self, keys: Keys, now: float) -> Numbers:
         """For each worker: how many of the first blocks it is predicted to have."""
         if not self.ttl_s:
-            return np.zeros(self._columns.size, np.int64)
+            return np.zeros(self.workers, np.int64)
         self._turn(now)
-        nobody = self._columns.size
-        young, old = (leading_of(index.match(keys), self._columns, nobody) for index in (self._young, self._old))
+        young, old = (leading_of(index.match(keys), self.workers) for index in (self._young, self._old))
         return np.maximum(young, old)
 
     def forget(self, worker: int) -> None:

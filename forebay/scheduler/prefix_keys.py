@@ -23,6 +23,7 @@ import numpy.typing as npt
 import xxhash
 
 from forebay.scheduler.key_table import Keys
+from forebay.scheduler.loops import compiled_loops
 
 BLOCK_TOKENS_MAX = 1 << 12
 _PIECE = 1 << 13
@@ -31,6 +32,7 @@ _BASE = 0xB5297A4D3F84D5B5
 _STEP = np.uint64(0xA0761D6478BD642F)
 _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _S1, _S2, _S3 = np.uint64(30), np.uint64(27), np.uint64(31)
+_NO_EXTRAS: Keys = np.empty(0, np.uint64)
 
 Tokens = npt.NDArray[np.uint32]
 
@@ -62,14 +64,19 @@ def prefix_keys(
     blocks = tokens.size // block_tokens
     if not blocks:
         return np.empty(0, np.uint64)
+    loops = compiled_loops()
+    if loops is not None:
+        more = _NO_EXTRAS if extras is None else np.array(extras, np.uint64)
+        keys: Keys = loops.prefix_keys(parent, tokens, _weights(block_tokens), depth, more)
+        return keys
     pieces = []
     for at in range(0, blocks, _PIECE):
         count = min(_PIECE, blocks - at)
         here = tokens[at * block_tokens : (at + count) * block_tokens].reshape(count, block_tokens)
         own = _blocks(here, block_tokens, depth + at, None if extras is None else extras[at : at + count])
-        keys = _chained(parent, own)
-        parent = int(keys[-1])
-        pieces.append(keys)
+        piece = _chained(parent, own)
+        parent = int(piece[-1])
+        pieces.append(piece)
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 

@@ -7,14 +7,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from forebay.scheduler.fleet import Fleet, Numbers, Seconds
+from forebay.scheduler.holder_sets import Listed
 from forebay.scheduler.index import PrefixMatch
+from forebay.scheduler.loops import compiled_loops
 
 Flags = npt.NDArray[np.bool_]
 
@@ -42,31 +43,52 @@ def reach_of(match: PrefixMatch, fleet: Fleet, block_tokens: int, prompt_tokens:
     """What the fleet's workers, all with blocks of this size, have of a prompt."""
     if not match.blocks:
         return nothing(fleet)
-    held = _held(match.sets, fleet.nobody)
-    here = held[:, fleet.own] | held[:, fleet.shared]
-    device = _leading(here[:, :, 0], match)
-    near = _leading(np.any(here, axis=2), match)
-    every = np.arange(len(fleet))
-    seconds = fleet.load_s[every, here.argmax(2)] * block_tokens
-    spans = np.minimum(match.ends[:, None], near) - np.maximum(match.starts[:, None], device)
-    load_s = (np.maximum(spans, 0) * seconds[match.which]).sum(0)
-    far, source = _elsewhere(held, match, fleet)
+    device, near, load, fetched = _walked(match, fleet) if compiled_loops() is None else _compiled(match, fleet)
+    far, source = _elsewhere(fetched, fleet)
     better = far > near
     far, source = np.where(better, far, near), np.where(better, source, -1)
     # The last token is always computed: it is what the first answer comes from.
     most = max(0, prompt_tokens - 1)
     tokens = [np.minimum(blocks * block_tokens, most) for blocks in (device, near, far)]
-    return Reach(tokens[0], tokens[1], tokens[2], load_s, source)
+    return Reach(tokens[0], tokens[1], tokens[2], load * block_tokens, source)
 
 
-def leading_of(match: PrefixMatch, columns: Numbers, nobody: int) -> Numbers:
-    """For each of these holders, how many of the prompt's first blocks it has."""
+def leading_of(match: PrefixMatch, holders: int) -> Numbers:
+    """For each of the first so many holders, how many of the prompt's first blocks it has."""
     if not match.blocks:
-        return np.zeros(columns.size, np.int64)
-    return _leading(_held(match.sets, nobody)[:, columns], match)
+        return np.zeros(holders, np.int64)
+    loops = compiled_loops()
+    if loops is None:
+        return _leading(_held(match.sets, holders)[:, :-1], match)
+    found: Numbers = loops.leading(match.blocks, match.first, match.sets.members, match.sets.offsets, holders)
+    return found
 
 
-def _held(sets: Sequence[npt.NDArray[np.uint16]], nobody: int) -> Flags:
+_Parts = tuple[Numbers, Numbers, Seconds, Numbers]
+"""Blocks on the device and near, seconds a token of each block between; and what each store has for others."""
+
+
+def _compiled(match: PrefixMatch, fleet: Fleet) -> _Parts:
+    parts: _Parts = compiled_loops().reach(
+        match.blocks, match.starts, match.which, match.first, match.sets.members, match.sets.offsets,
+        fleet.own_owner, fleet.store_owner, fleet.kept_owner, fleet.owners, fleet.load_s,
+    )  # fmt: skip
+    return parts
+
+
+def _walked(match: PrefixMatch, fleet: Fleet) -> _Parts:
+    held = _held(match.sets, fleet.nobody)
+    here = held[:, fleet.own] | held[:, fleet.shared]
+    device = _leading(here[:, :, 0], match)
+    near = _leading(np.any(here, axis=2), match)
+    every = np.arange(len(fleet))
+    seconds = fleet.load_s[every, here.argmax(2)]
+    spans = np.minimum(match.ends[:, None], near) - np.maximum(match.starts[:, None], device)
+    load = (np.maximum(spans, 0) * seconds[match.which]).sum(0)
+    return device, near, load, _leading(np.any(held[:, fleet.kept], axis=2), match)
+
+
+def _held(sets: Listed, nobody: int) -> Flags:
     """Which holder has the blocks of which set; the last column is nobody's."""
     held = np.zeros((len(sets), nobody + 1), np.bool_)
     for number, members in enumerate(sets):
@@ -81,11 +103,10 @@ def _leading(has: Flags, match: PrefixMatch) -> Numbers:
     return ends
 
 
-def _elsewhere(held: Flags, match: PrefixMatch, fleet: Fleet) -> tuple[Numbers, Numbers]:
+def _elsewhere(lengths: Numbers, fleet: Fleet) -> tuple[Numbers, Numbers]:
     """For each worker: blocks of the best other store, and which that is."""
     if len(fleet.stores) < 2:
         return np.zeros(len(fleet), np.int64), np.full(len(fleet), -1)
-    lengths = _leading(np.any(held[:, fleet.kept], axis=2), match)
     best, second = np.argsort(-lengths, kind="stable")[:2]
     source = np.where(fleet.store_of == best, second, best)
     return lengths[source], source

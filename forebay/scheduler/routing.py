@@ -40,13 +40,17 @@ class Prompt:
     extra: int = 0
     lora: str | None = None
     session: str | None = None
+    _known: dict[int, Keys] = field(default_factory=dict, compare=False, repr=False)
 
     def keys(self, block_tokens: int) -> Keys:
-        """Its prefix keys in blocks of this size."""
+        """Its prefix keys in blocks of this size; computed once, however often it is decided."""
         if self.tokens is None:
             return NO_KEYS
-        root = root_of(self.model, block_tokens, self.lora)
-        return prefix_keys(root, self.tokens, block_tokens, extras=[self.extra])
+        known = self._known.get(block_tokens)
+        if known is None:
+            root = root_of(self.model, block_tokens, self.lora)
+            known = self._known[block_tokens] = prefix_keys(root, self.tokens, block_tokens, extras=[self.extra])
+        return known
 
 
 @dataclass(slots=True)

@@ -12,6 +12,8 @@ from forebay.scheduler.orphans import Orphans
 from forebay.scheduler.places import Tier, tier_of
 from tests.scheduler.feeding import SIZE, Cluster, received, removed, stored
 
+pytestmark = pytest.mark.usefixtures("form")
+
 
 @pytest.fixture
 def cluster() -> Cluster:

@@ -15,6 +15,8 @@ from forebay.scheduler.index import PrefixIndex
 from forebay.scheduler.key_table import ABSENT, KeyTable
 from forebay.scheduler.naive_index import NaiveIndex
 
+pytestmark = pytest.mark.usefixtures("form")
+
 BYTES_A_BLOCK = 150
 # Numbers whose home is one of two buckets, however large the table: every chain of full buckets is seen.
 BACK = pow(0x9E3779B97F4A7C15, -1, 1 << 64)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.scheduler.prefix_keys import as_tokens, extra_of, prefix_keys, root_of
+
+pytestmark = pytest.mark.usefixtures("form")
 
 ROOT = root_of("m", 16)
 

@@ -21,6 +21,8 @@ from forebay.scheduler.predicted import Predicted
 from forebay.scheduler.prefix_keys import as_tokens
 from forebay.scheduler.routing import Prompt, Routing
 
+pytestmark = pytest.mark.usefixtures("form")
+
 RATES = Rates(prefill_s=0.001, load_s=(0.0, 0.00001, 0.0001, 0.0002), move_s=0.0001, latency_s=0.0)
 
 

@@ -1,0 +1,317 @@
+"""The router's innermost loops, compiled by numba: what numpy does in many passes, in one.
+
+The arrays are those of `KeyTable`, `PrefixMatch` and `Fleet`; each loop means what the numpy form beside its caller
+means, and the tests hold them against each other. Compiled when this module is first imported (seconds, once a
+machine: numba keeps the result), never at a request. Raises ImportError without numba.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numba
+import numpy as np
+from numba import types
+
+_Loop = TypeVar("_Loop", bound=Callable[..., Any])
+
+_I8, _U8, _U4 = types.int64, types.uint64, types.uint32
+_I8S, _U8S, _U4S, _F8S = _I8[::1], _U8[::1], _U4[::1], types.float64[::1]
+
+
+def _given(kind: Any, dimensions: int = 1) -> Any:
+    """An array that is only read."""
+    return types.Array(kind, dimensions, "C", readonly=True)
+
+
+_KEYS, _NUMBERS, _MEMBERS = _given(_U8), _given(_I8), _given(types.uint16)
+_TAKEN = types.Tuple((_I8S, _I8S, _I8S))
+_MATCH = types.Tuple((_I8, _I8S, _I8S, _I8S, _I8S))
+_REACH = types.Tuple((_I8S, _I8S, _F8S, _I8S))
+
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
+_ZERO = np.uint64(0xD6E8FEB86659FD93)
+_BASE, _STEP = np.uint64(0xB5297A4D3F84D5B5), np.uint64(0xA0761D6478BD642F)
+_M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_S1, _S2, _S3 = np.uint64(30), np.uint64(27), np.uint64(31)
+_WAYS, _WAY_BITS = 8, 3
+_TAKEN_SET = 0xFFFFFFFF
+"""No set's number."""
+_TIERS, _TIER_BITS = 4, 2
+_KEPT = 0b0110
+"""Tiers of a store that others can fetch from: its memory and its disk."""
+_AHEAD = 32
+"""Buckets whose first keys are read before any is searched, so that memory is waited for once and not each time."""
+
+
+def _compiled(signature: Any) -> Callable[[_Loop], _Loop]:
+    return cast("Callable[[_Loop], _Loop]", numba.njit(signature, cache=True, nogil=True))
+
+
+def _inlined(loop: _Loop) -> _Loop:
+    return cast("_Loop", numba.njit(loop, inline="always", cache=True))
+
+
+# --- the table of keys (see `KeyTable`) ----------------------------------------------------------------------
+
+
+@_inlined
+def _home(key: Any, shift: Any) -> Any:
+    return np.int64((key * _SPREAD) >> shift)
+
+
+@_inlined
+def _look(flat: Any, passed: Any, bucket: Any, key: Any) -> Any:
+    last, slot = passed.size - 1, np.int64(-1)
+    while slot < 0:
+        base = bucket << _WAY_BITS
+        for way in range(_WAYS):
+            if flat[base + way] == key:
+                slot = base + way
+                break
+        if passed[bucket] == 0:
+            break
+        bucket = (bucket + 1) & last
+    return slot
+
+
+@_inlined
+def _put(flat: Any, passed: Any, bucket: Any, key: Any) -> Any:
+    """Into the first free place behind its home. There is one."""
+    last, slot = passed.size - 1, np.int64(-1)
+    while slot < 0:
+        base = bucket << _WAY_BITS
+        for way in range(_WAYS):
+            if flat[base + way] == 0:
+                slot = base + way
+                flat[slot] = key
+                break
+        if slot < 0:
+            passed[bucket] += np.uint32(1)
+            bucket = (bucket + 1) & last
+    return slot
+
+
+@_inlined
+def _named(key: Any) -> Any:
+    return _ZERO if key == 0 else key
+
+
+@_compiled(_I8S(_U8S, _U4S, _U8, _KEYS))
+def find(flat: Any, passed: Any, shift: Any, keys: Any) -> Any:
+    """The slot of each key, -1 where there is none."""
+    slots, homes, heads = np.empty(keys.size, np.int64), np.empty(_AHEAD, np.int64), np.empty(_AHEAD, np.uint64)
+    for begin in range(0, keys.size, _AHEAD):
+        count = min(_AHEAD, keys.size - begin)
+        for at in range(count):
+            homes[at] = _home(_named(keys[begin + at]), shift)
+            heads[at] = flat[homes[at] << _WAY_BITS]
+        for at in range(count):
+            key = _named(keys[begin + at])
+            slots[begin + at] = homes[at] << _WAY_BITS if heads[at] == key else _look(flat, passed, homes[at], key)
+    return slots
+
+
+@_compiled(_I8(_U8S, _U4S, _U8, _KEYS, _I8S))
+def insert(flat: Any, passed: Any, shift: Any, keys: Any, slots: Any) -> Any:
+    """Write the slot of each key into `slots`, made where there was none; returns how many were made. There is room."""
+    homes, heads, made = np.empty(_AHEAD, np.int64), np.empty(_AHEAD, np.uint64), 0
+    for begin in range(0, keys.size, _AHEAD):
+        count = min(_AHEAD, keys.size - begin)
+        for at in range(count):
+            homes[at] = _home(_named(keys[begin + at]), shift)
+            heads[at] = flat[homes[at] << _WAY_BITS]
+        for at in range(count):
+            key = _named(keys[begin + at])
+            slot = homes[at] << _WAY_BITS if heads[at] == key else _look(flat, passed, homes[at], key)
+            if slot < 0:
+                slot = _put(flat, passed, homes[at], key)
+                made += 1
+            slots[begin + at] = slot
+    return made
+
+
+@_compiled(types.void(_U8S, _U4S, _U8, _NUMBERS))
+def free(flat: Any, passed: Any, shift: Any, slots: Any) -> None:
+    """Free these slots, which are in use, each once."""
+    last = passed.size - 1
+    for slot in slots:
+        bucket, end = _home(flat[slot], shift), slot >> _WAY_BITS
+        while bucket != end:
+            passed[bucket] -= np.uint32(1)
+            bucket = (bucket + 1) & last
+        flat[slot] = 0
+
+
+# --- who holds a batch (see `PrefixIndex`) --------------------------------------------------------------------
+
+
+@_compiled(_TAKEN(_U4S, _NUMBERS, _I8S))
+def take_sets(sets: Any, slots: Any, kind_of: Any) -> Any:
+    """The different sets of these slots, how many slots have each, and which one each slot has: -1 for a slot that
+    comes again. The slots' sets are overwritten; `give_sets` has to follow. `kind_of` as in `match`."""
+    olds, counts = np.empty(slots.size, np.int64), np.empty(slots.size, np.int64)
+    kinds, number = np.empty(slots.size, np.int64), 0
+    for at in range(slots.size):
+        old = np.int64(sets[slots[at]])
+        if old == _TAKEN_SET:
+            kinds[at] = -1
+            continue
+        kind = kind_of[old]
+        if kind < 0:
+            kind_of[old] = number
+            kind = np.int64(number)
+            olds[kind], counts[kind] = old, 0
+            number += 1
+        kinds[at] = kind
+        counts[kind] += 1
+        sets[slots[at]] = _TAKEN_SET
+    for kind in range(number):
+        kind_of[olds[kind]] = -1
+    return olds[:number], counts[:number], kinds
+
+
+@_compiled(_I8S(_U4S, _NUMBERS, _NUMBERS, _NUMBERS))
+def give_sets(sets: Any, slots: Any, kinds: Any, news: Any) -> Any:
+    """Each slot gets the set that is new for its kind. Returns the slots, each once, that nobody holds now."""
+    bare, number = np.empty(slots.size, np.int64), 0
+    for at in range(slots.size):
+        if kinds[at] >= 0:
+            new = news[kinds[at]]
+            sets[slots[at]] = np.uint32(new)
+            if new == 0:
+                bare[number] = slots[at]
+                number += 1
+    return bare[:number]
+
+
+# --- prompts -------------------------------------------------------------------------------------------------
+
+
+@_compiled(_U8S(_U8, _given(_U4), _KEYS, _U8, _KEYS))
+def prefix_keys(parent: Any, tokens: Any, weights: Any, depth: Any, extras: Any) -> Any:
+    """See `forebay.scheduler.prefix_keys`."""
+    size = weights.size
+    keys, key = np.empty(tokens.size // size, np.uint64), parent
+    for block in range(keys.size):
+        own = (depth + np.uint64(block)) * _STEP
+        for place in range(size):
+            own += np.uint64(tokens[block * size + place]) * weights[place]
+        if block < extras.size:
+            own += extras[block]
+        own ^= own >> _S1
+        own *= _M1
+        own ^= own >> _S2
+        own *= _M2
+        own ^= own >> _S3
+        key = key * _BASE + own
+        keys[block] = key
+    return keys
+
+
+@_compiled(_MATCH(_U8S, _U4S, _U4S, _U8, _KEYS, _I8S))
+def match(flat: Any, passed: Any, sets: Any, shift: Any, keys: Any, kind_of: Any) -> Any:
+    """Leading keys that are there, in runs of equal sets: their number, and `starts`, `which`, `first` of
+    `PrefixMatch`, and the number of each different set. `kind_of` is scratch, one -1 a set number, and left so."""
+    starts, which = np.empty(keys.size, np.int64), np.empty(keys.size, np.int64)
+    first, distinct = np.empty(keys.size, np.int64), np.empty(keys.size, np.int64)
+    homes, heads = np.empty(_AHEAD, np.int64), np.empty(_AHEAD, np.uint64)
+    blocks, runs, kinds, before = 0, 0, 0, np.int64(-1)
+    for begin in range(0, keys.size, _AHEAD):
+        count = min(_AHEAD, keys.size - begin)
+        for at in range(count):
+            homes[at] = _home(_named(keys[begin + at]), shift)
+            heads[at] = flat[homes[at] << _WAY_BITS]
+        for at in range(count):
+            key = _named(keys[begin + at])
+            slot = homes[at] << _WAY_BITS if heads[at] == key else _look(flat, passed, homes[at], key)
+            if slot < 0:
+                break
+            number = np.int64(sets[slot])
+            if number != before:
+                before = number
+                if kind_of[number] < 0:
+                    kind_of[number] = kinds
+                    distinct[kinds], first[kinds] = number, blocks
+                    kinds += 1
+                starts[runs], which[runs] = blocks, kind_of[number]
+                runs += 1
+            blocks += 1
+        if blocks < begin + count:
+            break
+    for kind in range(kinds):
+        kind_of[distinct[kind]] = -1
+    return blocks, starts[:runs], which[:runs], first[:kinds], distinct[:kinds]
+
+
+# --- who has how much (see `reach`) --------------------------------------------------------------------------
+
+
+@_compiled(_I8S(_I8, _NUMBERS, _MEMBERS, _NUMBERS, _I8))
+def leading(blocks: Any, first: Any, members: Any, offsets: Any, holders: Any) -> Any:
+    """For each of the first so many holders: how many leading blocks it has."""
+    kinds = np.zeros(holders, np.int64)
+    for kind in range(first.size):
+        for at in range(offsets[kind], offsets[kind + 1]):
+            member = np.int64(members[at])
+            if member < holders and kinds[member] == kind:
+                kinds[member] = kind + 1
+    for holder in range(holders):
+        had = kinds[holder]
+        kinds[holder] = blocks if had == first.size else first[had]
+    return kinds
+
+
+@_inlined
+def _until(tiers: Any, first: Any, blocks: Any, one: Any, other: Any, wanted: Any) -> Any:
+    """Blocks before the first one that neither of two owners has in a wanted tier."""
+    found = blocks
+    for kind in range(first.size):
+        if (tiers[one, kind] | tiers[other, kind]) & wanted == 0:
+            found = first[kind]
+            break
+    return found
+
+
+@_compiled(
+    _REACH(
+        _I8, _NUMBERS, _NUMBERS, _NUMBERS, _MEMBERS, _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, _I8,
+        _given(types.float64, 2),
+    )
+)  # fmt: skip
+def reach(
+    blocks: Any, starts: Any, which: Any, first: Any, members: Any, offsets: Any, own: Any, shared: Any, kept: Any,
+    owners: Any, load_s: Any,
+) -> Any:  # fmt: skip
+    """For each worker, in blocks: what it has on its device, in any tier that it reaches, and the load of what is
+    between, in seconds for one token of each block; for each store: what others can fetch there.
+
+    `own`, `shared` and `kept` number owners: a worker's own, its store (`owners`: none), each store.
+    """
+    tiers = np.zeros((owners + 1, first.size), np.uint8)
+    for kind in range(first.size):
+        for at in range(offsets[kind], offsets[kind + 1]):
+            owner = np.int64(members[at]) >> _TIER_BITS
+            if owner < owners:
+                tiers[owner, kind] |= np.uint8(1 << (np.int64(members[at]) & (_TIERS - 1)))
+    device, near, load = np.empty(own.size, np.int64), np.empty(own.size, np.int64), np.zeros(own.size)
+    for worker in range(own.size):
+        one, other = own[worker], shared[worker]
+        device[worker] = _until(tiers, first, blocks, one, other, 1)
+        near[worker] = _until(tiers, first, blocks, one, other, (1 << _TIERS) - 1)
+        for run in range(starts.size):
+            begin = max(starts[run], device[worker])
+            end = min(starts[run + 1] if run + 1 < starts.size else blocks, near[worker])
+            if begin >= end:
+                if end == near[worker]:
+                    break
+                continue
+            has, tier = np.int64(tiers[one, which[run]] | tiers[other, which[run]]), 0
+            while not has & (1 << tier):
+                tier += 1
+            load[worker] += (end - begin) * load_s[worker, tier]
+    fetched = np.empty(kept.size, np.int64)
+    for store in range(kept.size):
+        fetched[store] = _until(tiers, first, blocks, kept[store], kept[store], _KEPT)
+    return device, near, load, fetched

@@ -1,0 +1,19 @@
+"""Both forms of the router's loops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import pytest
+
+from forebay.scheduler.loops import compiled_loops, without_compiled_loops
+
+needs_numba = pytest.mark.skipif(compiled_loops() is None, reason="no numba here: the `router` extra brings it")
+
+
+@pytest.fixture(scope="module", params=["numpy", pytest.param("compiled", marks=needs_numba)])
+def form(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run the module's tests in either form."""
+    with without_compiled_loops() if request.param == "numpy" else nullcontext():
+        yield request.param

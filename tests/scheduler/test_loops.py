@@ -1,0 +1,96 @@
+"""The compiled form of a loop means what its numpy form means, on the same arrays, whoever of them was there before."""
+
+from __future__ import annotations
+
+import random
+import sys
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.scheduler import loops
+from forebay.scheduler.fleet import Fleet, Rates, Worker
+from forebay.scheduler.index import PrefixIndex
+from forebay.scheduler.naive_index import NaiveIndex
+from forebay.scheduler.places import Holders, Tier
+from forebay.scheduler.prefix_keys import prefix_keys
+from forebay.scheduler.reach import leading_of, reach_of
+from tests.scheduler.conftest import needs_numba
+from tests.scheduler.test_index import CROWDED, KEYS, batches, u64
+
+
+def either(compiled: bool) -> nullcontext[None]:
+    return nullcontext() if compiled else loops.without_compiled_loops()  # type: ignore[return-value]
+
+
+@needs_numba
+@settings(max_examples=100)
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.sampled_from(["stored", "removed", "drop"]), st.integers(0, 5), batches),
+        max_size=25,
+    )
+)
+def test_one_form_goes_on_with_the_tables_of_the_other(plan: list[tuple[bool, str, int, list[int]]]) -> None:
+    index, naive = PrefixIndex(), NaiveIndex()
+    for compiled, verb, holder, keys in plan:
+        with either(compiled):
+            if verb == "drop":
+                index.drop(holder)
+                naive.drop(holder)
+            else:
+                getattr(index, verb)(holder, u64(keys))
+                getattr(naive, verb)(holder, keys)
+        for asked in (False, True):
+            with either(asked):
+                assert [index.holders(key) for key in KEYS] == [sorted(naive.blocks.get(key, ())) for key in KEYS]
+                assert index.match(u64(CROWDED)).lengths() == naive.lengths(CROWDED)
+
+
+@needs_numba
+@given(st.integers(0, 2**32))
+def test_keys_are_the_same_numbers(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    size, depth = int(rng.integers(1, 70)), int(rng.integers(0, 1 << 20))
+    tokens = rng.integers(0, 1 << 32, int(rng.integers(0, 9 * size)), np.uint32)
+    extras = rng.integers(0, 1 << 63, int(rng.integers(0, 12)), np.uint64).tolist()
+    parent = int(rng.integers(0, 1 << 63))
+    found = []
+    for compiled in (False, True):
+        with either(compiled):
+            found.append(prefix_keys(parent, tokens, size, depth=depth, extras=extras[: tokens.size // size]).tolist())
+    assert found[0] == found[1] and len(found[0]) == tokens.size // size
+
+
+@needs_numba
+@given(st.integers(0, 2**32))
+def test_what_workers_reach_is_the_same(seed: int) -> None:
+    rng, holders, index = random.Random(seed), Holders(), PrefixIndex()
+    made = [
+        Worker(f"w{n}", None if n == 5 else f"s{n // 2}", 16, Rates(load_s=(0.0, rng.random(), rng.random(), 1.0)))
+        for n in range(6)
+    ]
+    fleet = Fleet(made, holders)
+    keys = np.random.default_rng(seed).integers(1, 1 << 62, 40, np.uint64)
+    for owner in [*(f"w{n}" for n in range(6)), "s0", "s1", "s2", "unknown to the fleet"]:
+        for tier in Tier:
+            if rng.random() < 0.6:
+                begin = rng.choice([0, 0, rng.randrange(20)])
+                index.stored(holders.number(owner, tier), keys[begin : rng.randrange(40)])
+    found, loads = [], []
+    for compiled in (False, True):
+        with either(compiled):
+            match = index.match(keys)
+            reach = reach_of(match, fleet, 16, 40 * 16)
+            parts = [getattr(reach, name).tolist() for name in ("device", "near", "far", "source")]
+            found.append((parts, leading_of(match, 9).tolist()))
+            loads.append(reach.load_s.tolist())
+    assert found[0] == found[1] and loads[0] == pytest.approx(loads[1])
+
+
+def test_without_numba_it_goes_on_with_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "forebay.scheduler.compiled", None)
+    assert loops._Choice().now() is None
