@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from forebay.events.publisher import EventPublisher, StreamOptions
+from forebay.events.publisher import EventPublisher, StreamOptions, restart_safe_seq
 from forebay.events.schema import EVICTED, GPU, LOCAL, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from forebay.kvstore.identity import MATCH_UNIT
 
@@ -23,12 +23,16 @@ HELD_MAX = 1 << 20
 class PoolEvents:
     """A `PoolListener`. `stored`, `removed` and `flush` belong to the engine's thread, the rest to the loop's.
 
-    Without an endpoint it does nothing.
+    Without an endpoint it does nothing. Numbers begin at the wall clock (`clock`, in seconds), above all that an
+    earlier worker on this endpoint has used: a consumer that knows no epochs then finds a gap and asks, instead of
+    passing over what it takes for old.
     """
 
-    def __init__(self, endpoint: str | None, replay: str | None, epoch: str, topic: str) -> None:
+    def __init__(
+        self, endpoint: str | None, replay: str | None, epoch: str, topic: str, clock: Callable[[], float] = time.time
+    ) -> None:
         self.group = 0
-        self._epoch = epoch
+        self._epoch, self._clock = epoch, clock
         self._pending: list[KVEvent] = []
         self._held: dict[bytes, BlockStored] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -39,7 +43,7 @@ class PoolEvents:
                 endpoint,
                 topic=topic,
                 replay=replay,
-                options=StreamOptions(epoch=epoch),
+                options=StreamOptions(epoch=epoch, first_seq=restart_safe_seq(clock())),
                 snapshot=lambda: list(self._held.values()),
             )
 
@@ -80,7 +84,7 @@ class PoolEvents:
         self._loop = loop
         if self._publisher is None:
             return
-        self._publisher.publish([AllBlocksCleared()], time.time())
+        self._publisher.publish([AllBlocksCleared()], self._clock())
         for descriptor in self._publisher.fds:
             loop.add_reader(descriptor, self._poll)
         self._ticker = loop.create_task(self._tick(self._publisher))
@@ -106,7 +110,7 @@ class PoolEvents:
         assert self._publisher is not None
         for event in events:
             self._mirror(event)
-        self._publisher.publish(events, time.time())
+        self._publisher.publish(events, self._clock())
 
     def _mirror(self, event: KVEvent) -> None:
         if isinstance(event, BlockRemoved):
@@ -123,7 +127,7 @@ class PoolEvents:
 
     async def _tick(self, publisher: EventPublisher) -> None:
         while True:
-            publisher.tick(time.time())
+            publisher.tick(self._clock())
             self._poll()
             await asyncio.sleep(TICK_S)
 
