@@ -1,0 +1,93 @@
+"""Norms of heads, rotation and cache write as one pass over a layer's queries, keys and values: a program a head."""
+# ruff: noqa: ANN001, ANN201  (what a kernel takes is told by its first line; Triton gives annotations another meaning)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forebay.kernels.rotary import HeadNorms, Turn
+
+PAGE = tl.constexpr(16)
+
+
+@triton.jit
+def turn_kernel(
+    x, cos, sin, q_weight, k_weight, pool, slots, x_row, block_row, layer_at, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
+    REST_PAD: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr, WRITE: tl.constexpr,
+):  # fmt: skip
+    """x [rows, HEADS + 2 * KV_HEADS, DIM]: heads up to HEADS are rotated in place, the next KV_HEADS rotated into the
+    pool's K, the last copied into its V. Without WRITE there are only the first. One program a row and head."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    start = x + row.to(tl.int64) * x_row + head * DIM
+    i, rest = tl.arange(0, HALF_PAD), 2 * HALF + tl.arange(0, REST_PAD)
+    turning, resting = i < HALF, rest < DIM
+    at_left = 2 * i if PAIRS else i
+    at_right = 2 * i + 1 if PAIRS else HALF + i
+    left = tl.load(start + at_left, mask=turning, other=0.0).to(tl.float32)
+    right = tl.load(start + at_right, mask=turning, other=0.0).to(tl.float32)
+    still = tl.load(start + rest, mask=resting, other=0.0).to(tl.float32)
+    if head < HEADS + KV_HEADS:
+        if NORM:
+            squares = tl.sum(left * left, 0) + tl.sum(right * right, 0) + tl.sum(still * still, 0)
+            scale = tl.rsqrt(squares / DIM + eps)
+            weight = q_weight if head < HEADS else k_weight
+            left *= scale * tl.load(weight + at_left, mask=turning, other=0.0)
+            right *= scale * tl.load(weight + at_right, mask=turning, other=0.0)
+            still *= scale * tl.load(weight + rest, mask=resting, other=0.0)
+        c = tl.load(cos + row * HALF + i, mask=turning, other=0.0)
+        s = tl.load(sin + row * HALF + i, mask=turning, other=0.0)
+        turned = left * c - right * s
+        right = right * c + left * s
+        left = turned
+    if head < HEADS:
+        kind = x.dtype.element_ty
+        tl.store(start + at_left, left.to(kind), mask=turning)
+        tl.store(start + at_right, right.to(kind), mask=turning)
+        tl.store(start + rest, still.to(kind), mask=resting)
+    elif WRITE:
+        # Rounded as a product's result would be, whatever the pool holds.
+        narrow = x.dtype.element_ty
+        kind = pool.dtype.element_ty
+        slot = tl.load(slots + row)
+        if slot >= 0:
+            vector = head - HEADS  # K heads, then V heads, as in a block
+            target = pool + slot // PAGE * block_row + layer_at + (vector * PAGE + slot % PAGE) * DIM
+            tl.store(target + at_left, left.to(narrow).to(kind), mask=turning)
+            tl.store(target + at_right, right.to(narrow).to(kind), mask=turning)
+            tl.store(target + rest, still.to(narrow).to(kind), mask=resting)
+
+
+def rotate_(x: Tensor, turn: Turn) -> None:
+    """Rotate x [T, heads, head_dim] in place; rows may be slices of wider ones. Angles in fp32."""
+    _launch(x, turn, None, None, 0, None, x.shape[1], 0)
+
+
+def norm_rotate_write(
+    qkv: Tensor, turn: Turn, norms: HeadNorms | None, pool: Tensor, layer: int, slots: Tensor, heads: int
+) -> None:
+    """See `forebay.kernels.rotary.norm_rotate_write`; angles and weights in fp32, all contiguous."""
+    assert pool.is_contiguous(), pool.stride()
+    _launch(qkv, turn, norms, pool, layer, slots, heads, pool.shape[3])
+
+
+def _launch(
+    x: Tensor, turn: Turn, norms: HeadNorms | None, pool: Tensor | None, layer: int, slots: Tensor | None, heads: int,
+    kv_heads: int,
+) -> None:  # fmt: skip
+    rows, vectors, dim = x.shape
+    half = turn.cos.shape[1]
+    assert x.stride()[1:] == (dim, 1) and vectors == heads + 2 * kv_heads, (x.shape, x.stride(), heads, kv_heads)
+    assert turn.cos.is_contiguous() and turn.sin.is_contiguous() and 2 * half <= dim, (turn.cos.shape, dim)
+    if not rows:
+        return
+    turn_kernel[(rows, vectors)](
+        x, turn.cos, turn.sin, None if norms is None else norms.q, None if norms is None else norms.k, pool, slots,
+        x.stride(0), 0 if pool is None else pool.stride(0), 0 if pool is None else layer * pool.stride(1),
+        0.0 if norms is None else norms.eps,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=half, HALF_PAD=triton.next_power_of_2(half),
+        REST_PAD=triton.next_power_of_2(max(1, dim - 2 * half)), PAIRS=turn.pairs, NORM=norms is not None,
+        WRITE=pool is not None, num_warps=1,
+    )  # fmt: skip
