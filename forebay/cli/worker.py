@@ -10,7 +10,7 @@ import argparse
 import os
 from typing import Any
 
-from forebay.config import Setting, add_settings, at_least, duration, one_of, path, resolve, size, text
+from forebay.config import Setting, add_settings, at_least, boolean, duration, one_of, path, resolve, size, text
 from forebay.errors import ConfigError
 
 SETTINGS = (
@@ -22,9 +22,19 @@ SETTINGS = (
     Setting("chunk_tokens", at_least(16), 256, "tokens of a sealed chunk; workers that share a cache agree on it"),
     Setting("device_memory", size, 1 << 30, "bytes of the device block pool", shown="1GiB"),
     Setting("max_tokens", at_least(16), None, "tokens of the full-attention pool, instead of device_memory"),
-    Setting("max_batch_tokens", at_least(1), 512, "tokens that one step feeds at most"),
-    Setting("max_running", at_least(1), 16, "requests that compute at once"),
+    Setting("max_num_batched_tokens", at_least(1), 512, "tokens that one step feeds at most"),
+    Setting("max_num_seqs", at_least(1), 16, "requests that hold blocks at once"),
     Setting("max_waiting", at_least(1), 256, "requests that may queue"),
+    Setting(
+        "long_prefill_token_threshold", at_least(0), 0, "tokens of one prompt that one step feeds at most; 0: no limit"
+    ),
+    Setting("max_model_len", at_least(2), None, "tokens of prompt and answer together", shown="the model's limit"),
+    Setting("ageing", duration, 10.0, "waiting that is worth one step of priority", shown="10s"),
+    Setting(
+        "structured_outputs", boolean, False, "take JSON schemas and grammars; needs the extra `guided`",
+        shown="no", switch=True,
+    ),
+    Setting("trace", path, None, "file for a Chrome trace of steps and requests, written at the end"),
     Setting("lookup_deadline", duration, 2.0, "how long a lookup may wait for the store's tiers", shown="2s"),
     Setting("push_queue", size, 256 << 20, "bytes that may wait to be stored; more is dropped", shown="256MiB"),
     Setting("drain", duration, 5.0, "how long a stop waits for the last pushes", shown="5s"),
@@ -54,6 +64,7 @@ def run(flags: dict[str, Any]) -> int:
     from forebay.workers.config import WorkerConfig
     from forebay.workers.worker import run_worker
 
+    values["ageing_s"] = values.pop("ageing")
     values["lookup_deadline_ms"] = int(1000 * values.pop("lookup_deadline"))
     values["push_queue_bytes"] = values.pop("push_queue")
     values["drain_s"] = values.pop("drain")

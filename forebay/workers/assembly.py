@@ -17,14 +17,18 @@ from forebay.scheduler.plan import Limits
 from forebay.workers.block_pool import GroupPool
 from forebay.workers.config import WorkerConfig
 from forebay.workers.counters import Counters
-from forebay.workers.engine import Engine, EngineParts, Message
+from forebay.workers.engine import Engine, EngineParts
 from forebay.workers.generation import Bounds
+from forebay.workers.guiding import Compiler, Guides
 from forebay.workers.holdings import Holdings, PoolListener
 from forebay.workers.inbox import Inbox
+from forebay.workers.messages import Message
 from forebay.workers.outbox import Batch, Outbox
 from forebay.workers.prefix import GroupShape
 from forebay.workers.sealing import DeviceMemory
 from forebay.workers.sizing import divide
+from forebay.workers.stepping import Stepper
+from forebay.workers.tracing import NO_TRACE, Trace
 from forebay.workers.transfer import Transfer, TransferConfig
 
 WARM_UP_TOKENS = 16
@@ -60,6 +64,8 @@ class Assembled:
     memory: DeviceMemory
     counters: Counters
     transfer: Transfer | None
+    stepper: Stepper
+    trace: Trace
 
     def stats(self) -> dict[str, float]:
         """Counters and gauges by dotted name. Callable from any thread; values may be a moment apart."""
@@ -69,9 +75,12 @@ class Assembled:
                 "requests.running": self.scheduler.running,
                 "requests.loading": self.scheduler.loading,
                 "requests.waiting": self.scheduler.waiting,
+                "requests.compiling": self.engine.compiling,
                 "inbox.messages": len(self.inbox),
                 "push.incomplete": self.memory.incomplete,
                 "pushes.running": int(self.engine.unsealed),
+                "trace.events": self.trace.recorded - self.trace.dropped,
+                "trace.dropped": self.trace.dropped,
             }
         )
         for shape, pool in zip(self.holdings.shapes, self.holdings.pools, strict=True):
@@ -97,36 +106,46 @@ def assemble(
     listener: PoolListener,
     flush_events: Callable[[], None],
     send: Callable[[Batch], None],
+    guides: Guides | None = None,
+    trace: Trace = NO_TRACE,
 ) -> Assembled:
     """Build everything but the threads. Raises ConfigError if the memory can't hold even a short request."""
     namespace = namespace_of(model.info, dtype_name(model.dtype), weights, config.chunk_tokens)
-    shapes = [GroupShape(g, config.chunk_tokens, config.max_batch_tokens) for g in namespace.groups]
+    shapes = [GroupShape(g, config.chunk_tokens, config.max_num_batched_tokens) for g in namespace.groups]
     blocks = divide(shapes, config.device_memory, config.max_tokens, model.info.max_context)
     holdings = Holdings(shapes, blocks, listener)
     pools = new_pools(model, {s.geometry.name: n for s, n in zip(shapes, blocks, strict=True)})
     inbox: Inbox[Message] = Inbox()
-    transfer = _transfer(config, namespace, shapes, pools, inbox)
+    transfer = _transfer(config, namespace, shapes, pools, inbox, trace)
     memory = DeviceMemory(holdings, config.chunk_tokens, transfer.push if transfer else lambda push: False)
-    limits = Limits(config.max_batch_tokens, config.max_running, config.max_waiting)
+    limits = Limits(
+        config.max_num_batched_tokens, config.max_num_seqs, config.max_waiting,
+        prefill_tokens=config.long_prefill_token_threshold, ageing_s=config.ageing_s,
+    )  # fmt: skip
     scheduler = BatchScheduler(limits, memory, time.monotonic)
-    bounds = Bounds(model.info.vocab_size, model.info.max_context, holdings.capacity(), frozenset(model.info.eos_ids))
-    counters = Counters()
+    context = min(model.info.max_context, config.max_model_len or model.info.max_context)
+    bounds = Bounds(model.info.vocab_size, context, holdings.capacity(), frozenset(model.info.eos_ids))
+    counters, outbox = Counters(), Outbox(send)
+    stepper = Stepper(model, pools, holdings, outbox)
     engine = Engine(
         EngineParts(
-            model=model,
-            pools=pools,
+            stepper=stepper,
             namespace_id=namespace.id,
             bounds=bounds,
             memory=memory,
             scheduler=scheduler,
             inbox=inbox,
-            outbox=Outbox(send),
+            outbox=outbox,
             counters=counters,
             transfer=transfer,
             flush_events=flush_events,
+            compiler=None if guides is None else Compiler(guides, inbox.put),
+            trace=trace,
         )
     )
-    return Assembled(engine, inbox, namespace, bounds, holdings, scheduler, memory, counters, transfer)
+    return Assembled(
+        engine, inbox, namespace, bounds, holdings, scheduler, memory, counters, transfer, stepper, trace
+    )
 
 
 def _transfer(
@@ -135,6 +154,7 @@ def _transfer(
     shapes: list[GroupShape],
     pools: Mapping[str, Tensor],
     inbox: Inbox[Message],
+    trace: Trace,
 ) -> Transfer | None:
     if config.store is None:
         return None
@@ -145,7 +165,7 @@ def _transfer(
         lookup_deadline_ms=config.lookup_deadline_ms,
         queue_bytes_max=config.push_queue_bytes,
     )
-    return Transfer(settings, shapes, pools, inbox.put)
+    return Transfer(settings, shapes, pools, inbox.put, trace=trace)
 
 
 def new_pools(model: CausalLM, blocks: Mapping[str, int]) -> dict[str, Tensor]:

@@ -16,7 +16,8 @@ Ints = NDArray[np.int64]
 
 
 def build_batch(works: Sequence[Work], holdings: Holdings, device: torch.device) -> Batch:
-    """The batch that carries out `works`, one span each, in their order; logits of those that sample."""
+    """The batch that carries out `works`, one span each, in their order; logits of those that are scored or sample,
+    in order of their rows."""
     assert works
     spans: list[SequenceSpan] = []
     row = 0
@@ -25,7 +26,10 @@ def build_batch(works: Sequence[Work], holdings: Holdings, device: torch.device)
         row += work.count
     ids = np.concatenate([np.array(w.request.tokens[w.start : w.end], dtype=np.int64) for w in works])
     positions = np.concatenate([np.arange(w.start, w.end, dtype=np.int64) for w in works])
-    wanted = [span.query_end - 1 for span, work in zip(spans, works, strict=True) if work.samples]
+    wanted: list[int] = []
+    for span, work in zip(spans, works, strict=True):
+        wanted += [span.query_start + position - work.start for position in work.scored]
+        wanted += [span.query_end - 1] * work.samples
     groups = {
         shape.geometry.name: _tables(works, group, holdings, device) for group, shape in enumerate(holdings.shapes)
     }

@@ -32,12 +32,22 @@ class WorkerConfig:
     """Bytes for the block pool of all groups together. Ignored if `max_tokens` is given."""
     max_tokens: int | None = None
     """Tokens that the full-attention pool holds; the window pools follow."""
-    max_batch_tokens: int = 512
+    max_num_batched_tokens: int = 512
     """What one step feeds at most, decodes and prefills together."""
-    max_running: int = 16
+    max_num_seqs: int = 16
     """Requests that hold blocks at once."""
     max_waiting: int = 256
     """Requests that may queue; the next one is answered `busy`."""
+    long_prefill_token_threshold: int = 0
+    """What one step feeds of one prompt at most; 0 sets no such limit."""
+    max_model_len: int | None = None
+    """Tokens of prompt and answer together; None takes the model's own limit."""
+    ageing_s: float = 10.0
+    """How long a request waits until that is worth one step of priority."""
+    structured_outputs: bool = False
+    """Take requests with grammars; the vocabulary is prepared at the start, and needs the extra `guided`."""
+    trace: Path | None = None
+    """Where the Chrome trace is written when the worker stops; None traces nothing."""
     lookup_deadline_ms: int = 2000
     """How long a lookup may wait for the store's tiers; then what is there is used."""
     push_queue_bytes: int = 256 << 20
@@ -63,11 +73,15 @@ class WorkerConfig:
         """Raises ConfigError that names the setting."""
         if self.chunk_tokens < MATCH_UNIT or self.chunk_tokens % MATCH_UNIT:
             raise ConfigError(f"chunk_tokens is {self.chunk_tokens}; it must be a multiple of {MATCH_UNIT}")
-        if not 1 <= self.max_running <= self.max_batch_tokens:
+        if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
             raise ConfigError(
-                f"max_running is {self.max_running}; it must lie between 1 and max_batch_tokens "
-                f"({self.max_batch_tokens}), so that every request can go on in every step"
+                f"max_num_seqs is {self.max_num_seqs}; it must lie between 1 and max_num_batched_tokens "
+                f"({self.max_num_batched_tokens}), so that every request can go on in every step"
             )
+        if self.long_prefill_token_threshold < 0 or self.ageing_s < 0:
+            raise ConfigError("long_prefill_token_threshold and ageing can't be negative")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError(f"max_model_len is {self.max_model_len}; it must be at least 2: a prompt and an answer")
         if self.max_waiting < 1:
             raise ConfigError(f"max_waiting is {self.max_waiting}; it must be at least 1")
         if self.lookup_deadline_ms < 0 or self.drain_s < 0 or self.threads < 0 or self.push_queue_bytes < 0:

@@ -7,28 +7,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
 
 from forebay.kvstore.identity import root_key
-from forebay.models.base import CausalLM
 from forebay.scheduler.batch import BatchScheduler
-from forebay.scheduler.plan import Plan, Work
+from forebay.scheduler.plan import Plan
 from forebay.scheduler.request import Request, RequestState
 from forebay.scheduler.waiting import QueueFull
-from forebay.workers.batching import build_batch
+from forebay.workers.adjusting import Logits
 from forebay.workers.counters import Counters
 from forebay.workers.generation import Bounds, Generation, RequestKey, begin
+from forebay.workers.guiding import Compiled, Compiler
 from forebay.workers.inbox import Inbox
+from forebay.workers.messages import CancelRequest, Disconnected, Message, Stop, Submit
 from forebay.workers.moves import Pulled, Pushed, StoreChanged
 from forebay.workers.outbox import Outbox
 from forebay.workers.protocol import FinishReason, Generate
 from forebay.workers.pulling import DEVICE
-from forebay.workers.sampling import Logits, sample
 from forebay.workers.sealing import DeviceMemory
+from forebay.workers.stepping import Stepper
+from forebay.workers.tracing import NO_TRACE, Trace
 from forebay.workers.transfer import Transfer
 
 DRAINING_PATIENCE_S = 0.05
@@ -41,41 +40,11 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
-    """A front end asks for a generation."""
-
-    key: RequestKey
-    ask: Generate
-
-
-@dataclass(frozen=True, slots=True)
-class CancelRequest:
-    """A front end has lost interest in one request."""
-
-    key: RequestKey
-
-
-@dataclass(frozen=True, slots=True)
-class Disconnected:
-    """A front end is gone: so are its requests."""
-
-    connection: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """End the loop, after the tails of all running requests have been handed to the store."""
-
-
-Message = Submit | CancelRequest | Disconnected | Stop | Pulled | Pushed | StoreChanged
-
-
-@dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What an engine is made of. `flush_events` is called after every turn."""
+    """What an engine is made of. `flush_events` is called after every turn; without a `compiler` no grammar is
+    taken."""
 
-    model: CausalLM
-    pools: Mapping[str, Tensor]
+    stepper: Stepper
     namespace_id: bytes
     bounds: Bounds
     memory: DeviceMemory
@@ -85,6 +54,8 @@ class EngineParts:
     counters: Counters
     transfer: Transfer | None
     flush_events: Callable[[], None]
+    compiler: Compiler | None = None
+    trace: Trace = field(default=NO_TRACE)
 
 
 class Engine:
@@ -94,6 +65,7 @@ class Engine:
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
         self._generations: dict[Hashable, Generation] = {}
+        self._compiling: dict[Hashable, Generation] = {}
         self._settling: dict[Hashable, tuple[RequestKey, FinishReason]] = {}
         self._stopping = False
         self.unsealed = False
@@ -101,9 +73,9 @@ class Engine:
         self._starved_since: float | None = None
 
     @property
-    def pools(self) -> Mapping[str, Tensor]:
-        """The KV pools, by group."""
-        return self._parts.pools
+    def compiling(self) -> int:
+        """Requests that wait for their grammar."""
+        return len(self._compiling)
 
     def step_seconds(self) -> float:
         """How long the present step has been running; 0 between steps. Callable from any thread."""
@@ -124,11 +96,16 @@ class Engine:
 
     def _turn(self) -> tuple[bool, float | None]:
         """One plan, carried out. Returns whether to go on at once, else how long to wait for news."""
-        plan = self._parts.scheduler.plan()
+        with self._parts.trace.span("schedule") as seen:
+            plan = self._parts.scheduler.plan()
+            seen["works"], seen["waiting"] = len(plan.works), self._parts.scheduler.waiting
         for request in plan.loads:
             self._load(request)
         for request in plan.started:
             self._announce(request)
+        for request in plan.preempted:
+            log.info("request %s was preempted at %d tokens", request.key, len(request.tokens))
+            self._parts.trace.phase(request.key, "waiting", preempted=True)
         self._parts.counters.add("preemptions", len(plan.preempted))
         if plan.works:
             self._step(plan)
@@ -159,9 +136,12 @@ class Engine:
             case CancelRequest():
                 self._cancel(message.key)
             case Disconnected():
-                theirs = [g.key for g in self._generations.values() if g.key.connection == message.connection]
+                everybody = (*self._generations.values(), *self._compiling.values())
+                theirs = [g.key for g in everybody if g.key.connection == message.connection]
                 for key in theirs:
                     self._cancel(key)
+            case Compiled():
+                self._compiled(message)
             case Pulled():
                 self._loaded(message)
             case Pushed():
@@ -174,36 +154,77 @@ class Engine:
 
     def _submit(self, key: RequestKey, ask: Generate) -> None:
         outbox = self._parts.outbox
-        if key in self._generations or self._parts.scheduler.find(key) is not None:
+        if key in self._generations or key in self._compiling or self._parts.scheduler.find(key) is not None:
             outbox.finished(key, "error", f"a request {key.id!r}, attempt {key.attempt}, is running already")
             return
         generation = begin(key, ask, self._parts.bounds)
         if isinstance(generation, str):
-            self._parts.counters.add("requests.refused")
-            outbox.finished(key, "error", generation)
+            self._refuse(key, generation)
             return
         self._parts.counters.add("requests.received")
+        self._parts.trace.phase(key, "waiting", prompt=generation.request.prompt_tokens)
+        if ask.sampling.grammar:
+            self._compile(generation)
+        else:
+            generation.adjust()
+            self._queue(generation)
+
+    def _refuse(self, key: RequestKey, why: str) -> None:
+        log.info("request %s was refused: %s", key, why)
+        self._parts.counters.add("requests.refused")
+        self._parts.outbox.finished(key, "error", why)
+        self._parts.trace.end(key, "refused")
+
+    def _compile(self, generation: Generation) -> None:
+        key, request, compiler = generation.key, generation.request, self._parts.compiler
+        if compiler is None:
+            self._refuse(key, "this worker was started without structured_outputs")
+        elif compiler.offer(key, generation.ask.sampling.grammar, request.tokens[request.prompt_tokens :]):
+            self._compiling[key] = generation
+        else:
+            self._turn_away(key)
+
+    def _compiled(self, compiled: Compiled) -> None:
+        generation = self._compiling.pop(compiled.request, None)
+        if generation is None:  # cancelled meanwhile
+            return
+        if compiled.guide is None:
+            self._refuse(generation.key, compiled.error)
+        else:
+            generation.adjust(compiled.guide)
+            self._queue(generation)
+
+    def _queue(self, generation: Generation) -> None:
+        key, ask, outbox = generation.key, generation.ask, self._parts.outbox
         end = generation.end() if generation.emitted else None
         if end is not None:  # the predecessor died between its last token and its goodbye
-            outbox.finished(key, end)
+            outbox.finished(key, end, generation.failure)
+            self._parts.trace.end(key, end)
             return
         try:
             self._parts.scheduler.submit(generation.request)
         except QueueFull:
-            self._parts.counters.add("requests.busy")
-            outbox.finished(key, "error", BUSY)
+            self._turn_away(key)
             return
         root = root_key(self._parts.namespace_id, ask.salt)
         self._parts.memory.holdings.expect(generation.request, root, ask.tenant, ask.retain_s)
         self._generations[key] = generation
 
+    def _turn_away(self, key: RequestKey) -> None:
+        self._parts.counters.add("requests.busy")
+        self._parts.outbox.finished(key, "error", BUSY)
+        self._parts.trace.end(key, "busy")
+
     def _cancel(self, key: RequestKey) -> None:
         generation = self._generations.pop(key, None)
-        if generation is None:
+        if generation is not None:
+            cancelled = self._parts.scheduler.cancel(key)
+            assert cancelled is generation.request
+            self._forget(generation.request)
+        elif self._compiling.pop(key, None) is None:
             return
-        cancelled = self._parts.scheduler.cancel(key)
-        assert cancelled is generation.request
-        self._forget(generation.request)
+        log.debug("request %s was cancelled", key)
+        self._parts.trace.end(key, "cancelled")
         self._parts.counters.add("requests.cancelled")
         self._parts.outbox.finished(key, "cancelled")
 
@@ -216,6 +237,7 @@ class Engine:
 
     def _load(self, request: Request) -> None:
         assert self._parts.transfer is not None
+        self._parts.trace.phase(request.key, "loading", on_device=request.computed)
         self._parts.transfer.pull(self._parts.memory.holdings.pull(request))
 
     def _loaded(self, pulled: Pulled) -> None:
@@ -238,6 +260,7 @@ class Engine:
             return
         sources = generation.sources or ({DEVICE: request.computed} if request.computed else {})
         generation.sources = {}
+        self._parts.trace.phase(request.key, "prefill", cached=request.computed)
         assert sum(sources.values()) == request.computed, (sources, request.computed)
         for name, tokens in sources.items():
             self._parts.counters.add(f"cached.{name}", tokens)
@@ -249,50 +272,38 @@ class Engine:
 
     def _step(self, plan: Plan) -> None:
         self._step_began = began = time.monotonic()
-        works, counters = plan.works, self._parts.counters
-        ended = self._sample(works, self._forward(works))
-        self.unsealed = True
-        self._parts.outbox.flush()
-        for work in works:
-            self._parts.memory.advance(work.request)
-        for generation in ended:
-            self._parts.scheduler.finish(generation.request)
-            self._forget(generation.request)
-            self._tell_settled(generation.key)
+        works, counters, trace = plan.works, self._parts.counters, self._parts.trace
+        decoded = sum(work.count == 1 and work.start >= work.request.prompt_tokens for work in works)
+        prefilled = sum(work.count for work in works) - decoded
+        with trace.span("step", decoded=decoded, prefilled=prefilled, requests=len(works)):
+            with trace.span("forward"):
+                rows = self._parts.stepper.forward(works)
+            with trace.span("sample"):
+                ended = self._choose(plan, iter(rows))
+            self.unsealed = True
+            self._parts.outbox.flush()
+            with trace.span("push"):
+                for work in works:
+                    self._parts.memory.advance(work.request)
+                for generation in ended:
+                    self._parts.scheduler.finish(generation.request)
+                    self._forget(generation.request)
+                    self._tell_settled(generation.key)
         self.unsealed = False
         self._step_began = None
         counters.add("steps")
         counters.add("step.seconds", time.monotonic() - began)
-        decoded = sum(work.count == 1 and work.start >= work.request.prompt_tokens for work in works)
         counters.add("tokens.decoded", decoded)
-        counters.add("tokens.prefilled", sum(work.count for work in works) - decoded)
+        counters.add("tokens.prefilled", prefilled)
 
-    def _forward(self, works: Sequence[Work]) -> Logits:
-        parts = self._parts
-        batch = build_batch(works, parts.memory.holdings, parts.model.device)
-        with torch.inference_mode():
-            logits = parts.model.forward(batch, parts.pools)
-            # On an accelerator this is where the step is waited for; its blocks are complete after it.
-            rows: Logits = logits.cpu().numpy()
-        if parts.model.device.type == "cuda" and not len(rows):
-            torch.cuda.synchronize(parts.model.device)
-        return rows
-
-    def _sample(self, works: Sequence[Work], logits: Logits) -> list[Generation]:
+    def _choose(self, plan: Plan, rows: Iterator[Logits]) -> list[Generation]:
         """Append one token to each sequence that is due; returns those that end with it."""
         ended: list[Generation] = []
-        rows = iter(logits)
-        for work in works:
-            request = work.request
-            due = work.samples
-            request.computed = work.end
-            if not due:
+        for work in plan.works:
+            generation = self._generations[work.request.key]
+            if not self._parts.stepper.choose(work, generation, rows):
                 continue
-            generation = self._generations[request.key]
-            chosen = sample(next(rows), generation.ask.sampling, len(request.tokens))
-            request.tokens.append(chosen.token)
-            self._parts.memory.holdings.holding(request).chain.extend([chosen.token])
-            self._parts.outbox.token(generation.key, generation.emitted - 1, chosen)
+            self._parts.trace.phase(generation.key, "decode")
             reason = generation.end()
             if reason is not None:
                 self._end(generation, reason)
@@ -302,7 +313,11 @@ class Engine:
     def _end(self, generation: Generation, reason: FinishReason) -> None:
         del self._generations[generation.key]
         self._parts.counters.add(f"requests.finished.{reason}")
-        if generation.ask.settled:
+        self._parts.trace.end(generation.key, reason)
+        log.debug("request %s ended (%s) after %d tokens", generation.key, reason, generation.emitted)
+        if generation.failure:
+            self._parts.outbox.finished(generation.key, "error", generation.failure)
+        elif generation.ask.settled:
             self._settling[generation.key] = generation.key, reason
         else:
             self._parts.outbox.finished(generation.key, reason)

@@ -8,7 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from forebay.scheduler.request import Request
-from forebay.workers.protocol import FinishReason, Generate
+from forebay.workers.adjusting import Adjustment, wanted
+from forebay.workers.guiding import Guide
+from forebay.workers.protocol import FinishReason, Generate, Sampling
 from forebay.workers.sampling import check_sampling
 
 
@@ -18,6 +20,9 @@ class RequestKey(NamedTuple):
     connection: int
     id: str
     attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.id}#{self.attempt}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +42,15 @@ class Bounds:
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """A request under way. `device_hit` and `sources` say where its cached prefix came from."""
+    """A request under way. `sources` say where its cached prefix came from; `adjustment` is set if its parameters
+    adjust logits."""
 
     key: RequestKey
     ask: Generate
     request: Request
     tokens_max: int
     eos_ids: frozenset[int]
+    adjustment: Adjustment | None = None
     started: bool = False
     sources: dict[str, int] = field(default_factory=dict)
 
@@ -52,11 +59,31 @@ class Generation:
         """Output tokens so far, those of earlier attempts included."""
         return len(self.request.tokens) - self.request.prompt_tokens
 
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end this answer."""
+        return ends_of(self.ask.sampling, self.eos_ids)
+
+    @property
+    def failure(self) -> str:
+        """Why it had to end, in words for the client; empty if it ended well."""
+        guide = None if self.adjustment is None else self.adjustment.guide
+        return f"the grammar can't be followed: {guide.error}" if guide is not None and guide.error else ""
+
+    def adjust(self, guide: Guide | None = None) -> None:
+        """Set up what its parameters change of the logits, for the tokens so far."""
+        if wanted(self.ask.sampling):
+            tokens, prompt = self.request.tokens, self.request.prompt_tokens
+            self.adjustment = Adjustment(self.ask.sampling, tokens[:prompt], tokens[prompt:], self.ends, guide)
+
     def end(self) -> FinishReason | None:
         """Why this is over, now that a token has been appended (or was given), or None."""
         tokens, sampling = self.request.tokens, self.ask.sampling
-        if self.emitted and not sampling.ignore_eos and tokens[-1] in self.eos_ids:
+        if self.emitted and tokens[-1] in self.ends:
             return "stop"
+        guide = None if self.adjustment is None else self.adjustment.guide
+        if guide is not None and guide.complete:
+            return "error" if guide.error else "stop"
         if self.emitted >= sampling.max_tokens or len(tokens) >= self.tokens_max:
             return "length"
         return None
@@ -70,13 +97,20 @@ def begin(key: RequestKey, ask: Generate, bounds: Bounds) -> Generation | str:
     if wrong:
         return wrong
     tokens = np.frombuffer(ask.prompt + ask.emitted, dtype="<u4")
-    prompt_tokens, highest = len(ask.prompt) // 4, int(tokens.max())
+    named = max((*ask.sampling.logit_bias, *ask.sampling.stop_token_ids), default=0)
+    prompt_tokens, highest = len(ask.prompt) // 4, max(int(tokens.max()), named)
     if highest >= bounds.vocab_size:
         return f"token id {highest} is out of range; the model's vocabulary has {bounds.vocab_size} tokens"
     if prompt_tokens >= bounds.tokens_max:
         return _too_long(prompt_tokens, bounds)
-    request = Request(key, tokens.tolist(), prompt_tokens)
+    fresh = ask.sampling.prompt_logprobs is not None
+    request = Request(key, tokens.tolist(), prompt_tokens, ask.priority, fresh)
     return Generation(key, ask, request, bounds.tokens_max, bounds.eos_ids)
+
+
+def ends_of(sampling: Sampling, eos_ids: frozenset[int]) -> frozenset[int]:
+    """The tokens that end an answer: the model's, unless they are ignored, and the request's own."""
+    return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_ids)
 
 
 def _too_long(length: int, bounds: Bounds) -> str:

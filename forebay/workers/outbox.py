@@ -10,8 +10,10 @@ from forebay.workers.protocol import (
     FinishReason,
     FromWorker,
     Outputs,
+    PromptScores,
     Started,
     TokenOut,
+    TokenScore,
 )
 from forebay.workers.sampling import Sampled
 
@@ -34,6 +36,10 @@ class Outbox:
         """One new token."""
         out = TokenOut(key.id, key.attempt, index, chosen.token, chosen.logprob, chosen.top)
         self._tokens.setdefault(key.connection, []).append(out)
+
+    def scores(self, key: RequestKey, start: int, scores: list[TokenScore]) -> None:
+        """Scores of the prompt's tokens from `start` on."""
+        self._add(key, PromptScores(id=key.id, attempt=key.attempt, start=start, scores=scores))
 
     def finished(self, key: RequestKey, reason: FinishReason, error: str = "") -> None:
         """The request is over; its last tokens go first."""

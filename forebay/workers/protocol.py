@@ -12,7 +12,7 @@ import msgspec
 
 from forebay.ipc.framing import Codec
 
-WORKER_PROTOCOL_VERSION = 1
+WORKER_PROTOCOL_VERSION = 2
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -26,7 +26,9 @@ class WorkerMessage(
 class Sampling(msgspec.Struct, frozen=True):
     """How to choose tokens. Randomness is a function of (seed, choice, position) alone, so that a successor
     draws what its predecessor would have drawn. `top_k` 0 and `top_p` 1 mean no limit; `logprobs` is how many
-    alternatives to report for each token (None: not even the chosen one's)."""
+    alternatives to report for each token (None: not even the chosen one's), `prompt_logprobs` the same for the
+    prompt's. Bias, penalties and `grammar` (llguidance's JSON form) change logits first, as `adjusting.py` says;
+    `stop_token_ids` end an answer as the model's own do, also under `ignore_eos`."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -36,13 +38,23 @@ class Sampling(msgspec.Struct, frozen=True):
     choice: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
+    min_p: float = 0.0
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    stop_token_ids: list[int] = []
+    grammar: str = ""
+    prompt_logprobs: int | None = None
 
 
 class Generate(WorkerMessage, frozen=True):
     """Run one choice. `prompt` and `emitted` are u32 LE token ids; emitted ones are fed, never resampled,
     and count towards `max_tokens`. `salt` roots the cache chain; `tenant` goes into chunk headers. With `retain_s`
     the store keeps the request's chunks so long, within the tenant's budget. With `settled` the end is told only when
-    the store has answered for every chunk of the request: somebody else will ask for them next."""
+    the store has answered for every chunk of the request: somebody else will ask for them next. Of two that wait the
+    one with the smaller `priority` goes first, unless the other has waited longer by enough."""
 
     id: str
     attempt: int
@@ -53,6 +65,7 @@ class Generate(WorkerMessage, frozen=True):
     tenant: str = ""
     retain_s: float = 0.0
     settled: bool = False
+    priority: int = 0
 
 
 class Cancel(WorkerMessage, frozen=True):
@@ -91,6 +104,24 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]] = []
 
 
+class TokenScore(msgspec.Struct, frozen=True, array_like=True):
+    """How likely one token of a prompt was: its logprob, its rank (1: the likeliest), and the likeliest ones."""
+
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]] = []
+
+
+class PromptScores(WorkerMessage, frozen=True):
+    """Scores of the prompt's tokens from position `start` on; the first token has none. What was told before may be
+    told again."""
+
+    id: str
+    attempt: int
+    start: int
+    scores: list[TokenScore]
+
+
 class Outputs(WorkerMessage, frozen=True):
     """What one step produced, for all requests of this front end."""
 
@@ -108,7 +139,7 @@ class Finished(WorkerMessage, frozen=True):
 
 class Description(WorkerMessage, frozen=True):
     """`namespace` is the canonical encoding; `store` is `connected`, `down` or `none`; `boot` is new with
-    every start of the process."""
+    every start of the process. `guided` workers take grammars."""
 
     boot: str
     pid: int
@@ -118,6 +149,7 @@ class Description(WorkerMessage, frozen=True):
     eos_ids: list[int]
     namespace: bytes
     store: str
+    guided: bool = False
     version: int = WORKER_PROTOCOL_VERSION
 
 
@@ -137,7 +169,7 @@ class Alive(WorkerMessage, frozen=True):
 
 
 ToWorker = Union[Generate, Cancel, Describe, GetWorkerStats]
-FromWorker = Union[Started, Outputs, Finished, Description, WorkerStats, Alive]
+FromWorker = Union[Started, PromptScores, Outputs, Finished, Description, WorkerStats, Alive]
 
 TO_WORKER: Codec[ToWorker] = Codec(ToWorker)
 FROM_WORKER: Codec[FromWorker] = Codec(FromWorker)

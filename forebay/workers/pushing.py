@@ -19,6 +19,7 @@ from forebay.kvstore.protocol import Slot, Written
 from forebay.workers.copying import Copier
 from forebay.workers.counters import Counters
 from forebay.workers.moves import Push, Pushed
+from forebay.workers.tracing import NO_TRACE, Trace
 
 BATCH_CHUNKS_MAX = 32
 BATCH_BYTES_MAX = 64 << 20
@@ -95,7 +96,9 @@ class Pusher:
         copiers: Sequence[Copier],
         counters: Counters,
         done: Callable[[Pushed], None],
+        trace: Trace = NO_TRACE,
     ) -> None:
+        self._trace = trace
         self._client = client
         self._queue = queue
         self._copiers = tuple(copiers)
@@ -116,6 +119,7 @@ class Pusher:
             return False
         lost = True
         self.running = len(batch)
+        began = self._trace.now()
         try:
             slots = await self._reserve(namespace_id, batch)
             written = await self._write(batch, slots)
@@ -128,6 +132,7 @@ class Pusher:
             log.warning("the store refused to take %d chunks: %s", len(batch), error)
         finally:
             self.running = 0
+            self._trace.moved("push", began, chunks=len(batch), bytes=sum(push.bytes for push in batch), lost=lost)
             for push in batch:
                 self._done(Pushed(push, lost=lost))
         return True

@@ -1,4 +1,5 @@
-"""Choosing tokens. A choice depends on the logits, the parameters and (seed, choice, position), nothing else.
+"""Choosing tokens. A choice depends on the logits, the parameters, (seed, choice, position) and, where penalties or
+a grammar ask for it, the ids so far; on nothing else.
 
 So a request gets the same answer in any batch, and a successor worker draws what its predecessor would have
 drawn. All arithmetic on probabilities is float64, row by row: what else is in the batch can't change it.
@@ -6,25 +7,30 @@ drawn. All arithmetic on probabilities is float64, row by row: what else is in t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.workers.protocol import Sampling
+from forebay.workers.adjusting import Adjustment, Logits
+from forebay.workers.guiding import GRAMMAR_CHARACTERS_MAX
+from forebay.workers.protocol import Sampling, TokenScore
 
-Logits = NDArray[np.float32] | NDArray[np.float64]
 Weights = NDArray[np.float64]
 Tokens = NDArray[np.intp]
 
 LOGPROBS_MAX = 20
+BIAS_MAX = 100.0
+BIASED_MAX = 1024
+STOP_IDS_MAX = 128
 _NEGLIGIBLE = 45.0
 """exp(-45) is 3e-20: below what a float64 sum over any vocabulary can show."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A chosen token. `logprob` and `top` are of the raw distribution, before temperature and cuts."""
+    """A chosen token. `logprob` and `top` are of the raw distribution, before adjustments, temperature and cuts."""
 
     token: int
     logprob: float | None = None
@@ -41,19 +47,40 @@ def check_sampling(sampling: Sampling) -> str | None:
         return f"top_p is {sampling.top_p}; it must be above 0 and at most 1"
     if sampling.top_k < 0:
         return f"top_k is {sampling.top_k}; it must be 0 (no limit) or more"
-    if sampling.logprobs is not None and not 0 <= sampling.logprobs <= LOGPROBS_MAX:
-        return f"logprobs is {sampling.logprobs}; it must lie between 0 and {LOGPROBS_MAX}"
+    for name, count in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
+        if count is not None and not 0 <= count <= LOGPROBS_MAX:
+            return f"{name} is {count}; it must lie between 0 and {LOGPROBS_MAX}"
     if sampling.choice < 0:
         return f"choice is {sampling.choice}; it must be 0 or more"
+    return _check_adjustments(sampling)
+
+
+def _check_adjustments(sampling: Sampling) -> str | None:
+    if not 0 <= sampling.min_p <= 1:
+        return f"min_p is {sampling.min_p}; it must lie between 0 and 1"
+    if not 0 <= sampling.min_tokens <= sampling.max_tokens:
+        return f"min_tokens is {sampling.min_tokens}; it must lie between 0 and max_tokens ({sampling.max_tokens})"
+    if not 0 < sampling.repetition_penalty <= 100:
+        return f"repetition_penalty is {sampling.repetition_penalty}; it must be above 0 and at most 100"
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not -2 <= getattr(sampling, name) <= 2:
+            return f"{name} is {getattr(sampling, name)}; it must lie between -2 and 2"
+    if len(sampling.logit_bias) > BIASED_MAX or not all(abs(b) <= BIAS_MAX for b in sampling.logit_bias.values()):
+        return f"logit_bias takes up to {BIASED_MAX} token ids with a bias between -100 and 100"
+    if len(sampling.stop_token_ids) > STOP_IDS_MAX:
+        return f"stop_token_ids has {len(sampling.stop_token_ids)} ids; it takes up to {STOP_IDS_MAX}"
+    if len(sampling.grammar) > GRAMMAR_CHARACTERS_MAX:
+        return f"the grammar has {len(sampling.grammar)} characters; it takes up to {GRAMMAR_CHARACTERS_MAX}"
     return None
 
 
-def sample(logits: Logits, sampling: Sampling, position: int) -> Sampled:
+def sample(logits: Logits, sampling: Sampling, position: int, adjustment: Adjustment | None = None) -> Sampled:
     """Choose the token at `position` (counted over prompt and output) from one row of logits [vocab]."""
+    adjusted = logits if adjustment is None else adjustment.apply(logits)
     if sampling.temperature == 0:
-        token = int(np.argmax(logits))
+        token = int(np.argmax(adjusted))
     else:
-        token = _draw(logits, sampling, uniform(sampling.seed, sampling.choice, position))
+        token = _draw(adjusted, sampling, uniform(sampling.seed, sampling.choice, position))
     if sampling.logprobs is None:
         return Sampled(token)
     return _with_logprobs(logits, token, sampling.logprobs)
@@ -68,14 +95,23 @@ def uniform(seed: int, choice: int, position: int) -> float:
 
 def _draw(logits: Logits, sampling: Sampling, u: float) -> int:
     """Inverse transform: one number, and the cumulated weights in the order of the token ids."""
+    tokens, weights = candidates(logits, sampling)
+    cumulated = np.cumsum(weights)
+    at = int(np.searchsorted(cumulated, u * cumulated[-1], side="right"))
+    return int(tokens[min(at, len(tokens) - 1)])
+
+
+def candidates(logits: Logits, sampling: Sampling) -> tuple[Tokens, Weights]:
+    """What is drawn from, at a temperature above 0: token ids in ascending order, and what each weighs."""
     tokens, weights = _weights(logits, sampling.temperature)
+    if sampling.min_p > 0:
+        kept = weights >= sampling.min_p  # the heaviest weighs 1
+        tokens, weights = tokens[kept], weights[kept]
     if 0 < sampling.top_k < len(tokens):
         tokens, weights = _top_k(tokens, weights, sampling.top_k)
     if sampling.top_p < 1:
         tokens, weights = _top_p(tokens, weights, sampling.top_p)
-    cumulated = np.cumsum(weights)
-    at = int(np.searchsorted(cumulated, u * cumulated[-1], side="right"))
-    return int(tokens[min(at, len(tokens) - 1)])
+    return tokens, weights
 
 
 def _weights(logits: Logits, temperature: float) -> tuple[Tokens, Weights]:
@@ -121,3 +157,10 @@ def _with_logprobs(logits: Logits, token: int, count: int) -> Sampled:
     total = highest + float(np.log(np.exp(wide - highest).sum()))
     best = heaviest(wide, count) if count else ()
     return Sampled(token, float(wide[token]) - total, [(int(i), float(wide[i]) - total) for i in best])
+
+
+def score(logits: Logits, token: int, count: int) -> TokenScore:
+    """How likely `token` was by this row, its rank among all (1: the likeliest), and the `count` likeliest."""
+    told = _with_logprobs(logits, token, count)
+    assert told.logprob is not None and math.isfinite(told.logprob), (token, told.logprob)
+    return TokenScore(told.logprob, 1 + int(np.count_nonzero(logits > logits[token])), told.top)

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from forebay.errors import ProtocolError
 from forebay.ipc.framing import FrameBuffer
 from forebay.ipc.sockets import peer_of
-from forebay.workers.engine import BUSY, CancelRequest, Disconnected, Submit
+from forebay.workers.engine import BUSY
 from forebay.workers.generation import RequestKey
+from forebay.workers.messages import CancelRequest, Disconnected, Submit
 from forebay.workers.outbox import Batch
 from forebay.workers.protocol import (
     FROM_WORKER,

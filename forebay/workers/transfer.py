@@ -25,6 +25,7 @@ from forebay.workers.moves import Pull, Pulled, Push, Pushed, StoreChanged
 from forebay.workers.prefix import GroupShape
 from forebay.workers.pulling import Puller
 from forebay.workers.pushing import Pusher, PushQueue
+from forebay.workers.tracing import NO_TRACE, Trace
 
 BACKOFF_S = (0.2, 2.0)
 """First and longest pause between attempts to connect."""
@@ -62,6 +63,7 @@ class Transfer:
         pools: Mapping[str, Tensor],
         deliver: Callable[[Delivery], None],
         client: AsyncStoreClient | None = None,
+        trace: Trace = NO_TRACE,
     ) -> None:
         self.counters = Counters()
         self.queue = PushQueue(config.queue_bytes_max, self.counters)
@@ -72,7 +74,8 @@ class Transfer:
         for made, shape in zip(copiers, shapes, strict=True):
             assert made.granule_bytes == shape.geometry.granule_bytes, shape.geometry
         self._puller = Puller(self._client, shapes, copiers, config.lookup_deadline_ms, self.counters)
-        self._pusher = Pusher(self._client, self.queue, copiers, self.counters, deliver)
+        self._pusher = Pusher(self._client, self.queue, copiers, self.counters, deliver, trace)
+        self._trace = trace
         self._namespace_id = b""
         self._connected = False
         self._stopping = False
@@ -203,13 +206,14 @@ class Transfer:
         task.add_done_callback(self._pulls.discard)
 
     async def _pull(self, pull: Pull) -> None:
-        pulled = Pulled(pull.request, 0, tuple({} for _ in pull.rooms))
+        pulled, began = Pulled(pull.request, 0, tuple({} for _ in pull.rooms)), self._trace.now()
         try:
             if self._connected:
                 pulled = await self._puller.pull(self._namespace_id, pull)
         except Exception:
             log.exception("a pull failed in a way it should not; its request computes")
         finally:
+            self._trace.moved("pull", began, request=str(pull.request), hit=pulled.hit)
             self._deliver(pulled)
 
     def _stop_soon(self) -> None:

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from forebay.errors import ForebayError
 from forebay.ipc.sockets import listen, socket_path
@@ -19,11 +20,13 @@ from forebay.models.base import CausalLM
 from forebay.workers.assembly import Assembled, assemble, warm_up
 from forebay.workers.compute import ComputeThread
 from forebay.workers.config import WorkerConfig
-from forebay.workers.engine import Stop
+from forebay.workers.guiding import Guides, Vocabulary, load_library
+from forebay.workers.messages import Stop
 from forebay.workers.outbox import Batch
 from forebay.workers.pool_events import PoolEvents
 from forebay.workers.protocol import Description, WorkerStats
 from forebay.workers.server import Answers, WorkerServer
+from forebay.workers.tracing import NO_TRACE, Trace
 
 ENGINE_PATIENCE_S = 10.0
 """How long the end of the present step is waited for when the worker is told to stop."""
@@ -41,12 +44,16 @@ Loader = Callable[[WorkerConfig], tuple[CausalLM, bytes]]
 """Gives a model and the fingerprint of its weights."""
 
 
-def run_worker(config: WorkerConfig, load: Loader | None = None) -> None:
+def run_worker(
+    config: WorkerConfig, load: Loader | None = None, vocabulary: Callable[[WorkerConfig], Vocabulary] | None = None
+) -> None:
     """Serve until SIGTERM or SIGINT; then store the tails and return.
 
     Raises ForebayError with what is wrong if the worker can't start, or if its engine fails.
     """
     config.check()
+    if config.structured_outputs:
+        load_library()
     # Three threads share the interpreter: none may keep it from the others for the usual 5 ms.
     sys.setswitchinterval(SWITCH_S)
     path = socket_path(config.listen)
@@ -57,7 +64,8 @@ def run_worker(config: WorkerConfig, load: Loader | None = None) -> None:
         compute = ComputeThread()
         with _signals_exit():
             model, weights = compute.call(lambda: (load or _load_checkpoint)(config))
-            worker = Worker(config, model, weights, compute)
+            guides = _guides(config, model, vocabulary or _load_vocabulary) if config.structured_outputs else None
+            worker = Worker(config, model, weights, compute, guides)
         asyncio.run(worker.serve(listener))
     finally:
         listener.close()
@@ -67,7 +75,12 @@ def run_worker(config: WorkerConfig, load: Loader | None = None) -> None:
 class Worker:
     """A loaded model with its engine, and the threads that run it. `compute` is the thread that loaded it."""
 
-    def __init__(self, config: WorkerConfig, model: CausalLM, weights: bytes, compute: ComputeThread) -> None:
+    def __init__(
+        self, config: WorkerConfig, model: CausalLM, weights: bytes, compute: ComputeThread,
+        guides: Guides | None = None,
+    ) -> None:  # fmt: skip
+        self._guides = guides
+        self._trace = NO_TRACE if config.trace is None else Trace()
         self.boot = secrets.token_hex(8)
         self._config = config
         self._model = model
@@ -80,8 +93,11 @@ class Worker:
         self._events.group = self.parts.holdings.announced_group
 
     def _assemble(self) -> Assembled:
-        parts = assemble(self._model, self._weights, self._config, self._events, self._events.flush, self._send)
-        warm_up(self._model, parts.engine.pools)
+        parts = assemble(
+            self._model, self._weights, self._config, self._events, self._events.flush, self._send,
+            self._guides, self._trace,
+        )  # fmt: skip
+        warm_up(self._model, parts.stepper.pools)
         return parts
 
     async def serve(self, listener: socket.socket) -> None:
@@ -114,6 +130,16 @@ class Worker:
         self._compute.finish(ENGINE_PATIENCE_S)
         if self.parts.transfer is not None:
             self.parts.transfer.stop(self._config.drain_s)
+        if self._config.trace is not None:
+            self._write_trace(self._config.trace)
+
+    def _write_trace(self, path: Path) -> None:
+        try:
+            self._trace.write(path)
+        except OSError as error:  # the work is done; its picture is not worth a failure
+            log.warning("can't write the trace to %s: %s", path, error.strerror)
+        else:
+            log.info("wrote the trace to %s: open it in chrome://tracing or ui.perfetto.dev", path)
 
     def _run_engine(self) -> None:
         try:
@@ -140,6 +166,7 @@ class Worker:
             eos_ids=sorted(self._model.info.eos_ids),
             namespace=encode_namespace(self.parts.namespace),
             store=self.parts.store_state(),
+            guided=self._guides is not None,
         )
 
     def _stats(self) -> WorkerStats:
@@ -163,6 +190,18 @@ def _signals_exit() -> Iterator[None]:
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
+
+
+def _guides(config: WorkerConfig, model: CausalLM, load: Callable[[WorkerConfig], Vocabulary]) -> Guides:
+    log.info("preparing the vocabulary for structured outputs")
+    return Guides(load(config), model.info.vocab_size, model.info.eos_ids)
+
+
+def _load_vocabulary(config: WorkerConfig) -> Vocabulary:
+    from forebay.models.loading import checkpoint_directory
+    from forebay.models.tokenizer import Tokenizer
+
+    return Tokenizer.load(checkpoint_directory(config.model, cache_dir=config.cache_dir))
 
 
 def _load_checkpoint(config: WorkerConfig) -> tuple[CausalLM, bytes]:

@@ -32,8 +32,10 @@ def load(config: WorkerConfig) -> tuple[CausalLM, bytes]:
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
     listen, store, *more = sys.argv[1:]
-    settings: dict[str, object] = {"chunk_tokens": 32, "max_tokens": 2048, "max_batch_tokens": 64, "max_running": 8}
+    settings: dict[str, object] = {
+        "chunk_tokens": 32, "max_tokens": 2048, "max_num_batched_tokens": 64, "max_num_seqs": 8,
+    }  # fmt: skip
     for item in more:
         name, _, value = item.partition("=")
-        settings[name] = int(value) if value.isdigit() else value
+        settings[name] = int(value) if value.isdigit() else Path(value) if name == "trace" else value
     run_worker(WorkerConfig(Path("fake"), listen, store=store or None, **settings), load)  # type: ignore[arg-type]

@@ -14,11 +14,20 @@ from forebay.kvstore.identity import pack_tokens
 from forebay.workers import assembly
 from forebay.workers.assembly import Assembled, assemble
 from forebay.workers.config import WorkerConfig
-from forebay.workers.engine import CancelRequest, Disconnected, Stop, Submit
 from forebay.workers.generation import RequestKey
+from forebay.workers.guiding import Guides
+from forebay.workers.messages import CancelRequest, Disconnected, Stop, Submit
 from forebay.workers.outbox import Batch
 from forebay.workers.pool_events import PoolEvents
-from forebay.workers.protocol import Finished, Generate, Outputs, Sampling, Started
+from forebay.workers.protocol import (
+    Finished,
+    Generate,
+    Outputs,
+    PromptScores,
+    Sampling,
+    Started,
+    TokenScore,
+)
 from forebay.workers.transfer import Transfer
 from tests.workers.fake_model import VOCAB, FakeModel
 from tests.workers.fake_store import FakeStore
@@ -42,6 +51,8 @@ class Answer:
     indices: list[int] = field(default_factory=list)
     started: Started | None = None
     finished: Finished | None = None
+    scores: dict[int, TokenScore] = field(default_factory=dict)
+    logprobs: list[float | None] = field(default_factory=list)
 
     @property
     def cached(self) -> int:
@@ -52,11 +63,14 @@ class Answer:
 class Harness:
     """A running worker and a front end that remembers everything."""
 
-    def __init__(self, model: FakeModel, store: FakeStore | None, **settings: Any) -> None:
+    def __init__(
+        self, model: FakeModel, store: FakeStore | None, guides: Guides | None = None, **settings: Any
+    ) -> None:
+        self.guides = guides
         settings.setdefault("max_tokens", 2048)
         settings.setdefault("chunk_tokens", CHUNK)
-        settings.setdefault("max_batch_tokens", 64)
-        settings.setdefault("max_running", 8)
+        settings.setdefault("max_num_batched_tokens", 64)
+        settings.setdefault("max_num_seqs", 8)
         self.model = model
         self.store = store
         config = WorkerConfig(
@@ -79,7 +93,7 @@ class Harness:
 
         assembly.Transfer = with_fake  # type: ignore[assignment,misc]
         try:
-            return assemble(self.model, b"w" * 32, config, events, events.flush, self._hear)
+            return assemble(self.model, b"w" * 32, config, events, events.flush, self._hear, self.guides)
         finally:
             assembly.Transfer = original  # type: ignore[misc]
 
@@ -110,9 +124,12 @@ class Harness:
                 answer = self.answers[RequestKey(connection, out.id, out.attempt)]
                 answer.tokens.append(out.token)
                 answer.indices.append(out.index)
+                answer.logprobs.append(out.logprob)
             return
         answer = self.answers[RequestKey(connection, message.id, message.attempt)]
-        if isinstance(message, Started):
+        if isinstance(message, PromptScores):
+            answer.scores.update(enumerate(message.scores, message.start))
+        elif isinstance(message, Started):
             assert answer.started is None, "Started came twice"
             answer.started = message
         elif isinstance(message, Finished):
@@ -127,13 +144,13 @@ class Harness:
         key = RequestKey(connection, more.pop("id", f"r{self._count}"), more.pop("attempt", 1))
         emitted = pack_tokens(more.pop("emitted", []))
         salt, tenant = more.pop("salt", b""), more.pop("tenant", "")
-        settled = more.pop("settled", False)
+        settled, priority = more.pop("settled", False), more.pop("priority", 0)
         more.setdefault("temperature", 0)
         more.setdefault("ignore_eos", True)
         sampling = Sampling(max_tokens=max_tokens, **more)
         ask = Generate(
             id=key.id, attempt=key.attempt, prompt=pack_tokens(prompt), sampling=sampling, emitted=emitted,
-            salt=salt, tenant=tenant, settled=settled,
+            salt=salt, tenant=tenant, settled=settled, priority=priority,
         )  # fmt: skip
         self.answers.setdefault(key, Answer())
         self.parts.inbox.put(Submit(key, ask))

@@ -171,7 +171,7 @@ def test_too_little_memory_is_refused_with_the_amount_that_would_do() -> None:
 
 @pytest.mark.parametrize(("change", "words"), [
     ({"chunk_tokens": 100}, "multiple of 16"),
-    ({"max_running": 600}, "max_batch_tokens"),
+    ({"max_num_seqs": 600}, "max_num_batched_tokens"),
     ({"device": "tpu"}, "cpu, cuda"),
     ({"events_replay": "tcp://127.0.0.1:0"}, "events_replay needs events"),
     ({"max_waiting": 0}, "at least 1"),

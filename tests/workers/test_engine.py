@@ -18,7 +18,7 @@ def text(length: int, seed: int = 0) -> list[int]:
 
 def cold(prompt: list[int], max_tokens: int = 4, **more: object) -> list[int]:
     """What a worker without any cache answers."""
-    with worker(None, max_batch_tokens=512) as fresh:
+    with worker(None, max_num_batched_tokens=512) as fresh:
         return fresh.ask(prompt, max_tokens, **more).tokens
 
 
@@ -259,7 +259,7 @@ def run_together(w: Harness, prompts: list[list[int]], max_tokens: int) -> list[
 def test_many_at_once_on_a_small_device_answer_as_if_alone() -> None:
     prompts = [text(20 + 9 * i, seed=i % 5) for i in range(12)]
     alone = [cold(prompt, 60) for prompt in prompts]
-    with worker(FakeStore(), max_tokens=320, max_batch_tokens=48) as w:
+    with worker(FakeStore(), max_tokens=320, max_num_batched_tokens=48) as w:
         assert run_together(w, prompts, 60) == alone
         assert w.stat("preemptions") > 0
 
@@ -338,7 +338,7 @@ def test_a_prompt_that_the_device_cannot_hold_is_refused_with_the_remedy() -> No
 
 
 def test_the_queue_is_bounded() -> None:
-    with worker(None, max_waiting=2, max_running=1) as w:
+    with worker(None, max_waiting=2, max_num_seqs=1) as w:
         first = w.submit(text(10), 400)
         wait_until("running", lambda: w.answers[first].tokens)
         keys = [w.submit(text(10 + i), 2) for i in range(5)]
@@ -349,7 +349,7 @@ def test_the_queue_is_bounded() -> None:
 
 def test_cancelled_requests_free_their_blocks_wherever_they_are() -> None:
     store = FakeStore()
-    with worker(store, max_running=2) as w:
+    with worker(store, max_num_seqs=2) as w:
         keys = [w.submit(text(100 + i, seed=i), 300) for i in range(6)]
         wait_until("running", lambda: w.answers[keys[0]].tokens)
         store.hung = True

@@ -142,7 +142,7 @@ def test_the_socket_is_free_again_after_a_kill(tmp_path: Path) -> None:
 
 
 def test_requests_beyond_all_queues_are_answered_busy_even_during_a_step(tmp_path: Path) -> None:
-    process, front = start_worker(tmp_path, "w", "max_running=1", "max_waiting=1", store=False)
+    process, front = start_worker(tmp_path, "w", "max_num_seqs=1", "max_waiting=1", store=False)
     ids = [f"r{i}" for i in range(40)]
     for id in ids:
         front.generate(id, [1] * 300, 1)

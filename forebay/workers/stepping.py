@@ -1,0 +1,63 @@
+"""One step of the model: from a plan's works to logits, and from those to tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forebay.models.base import CausalLM
+from forebay.scheduler.plan import Work
+from forebay.workers.adjusting import Logits
+from forebay.workers.batching import build_batch
+from forebay.workers.generation import Generation
+from forebay.workers.holdings import Holdings
+from forebay.workers.outbox import Outbox
+from forebay.workers.sampling import sample, score
+
+
+@dataclass(frozen=True, slots=True)
+class Stepper:
+    """Runs the model and chooses tokens. Mutates pools, requests and chains; blocks for the time of the step."""
+
+    model: CausalLM
+    pools: Mapping[str, Tensor]
+    holdings: Holdings
+    outbox: Outbox
+
+    def forward(self, works: Sequence[Work]) -> Logits:
+        """Compute `works`; a row of logits for each position that is scored or sampled, in order."""
+        batch = build_batch(works, self.holdings, self.model.device)
+        with torch.inference_mode():
+            logits = self.model.forward(batch, self.pools)
+            # On an accelerator this is where the step is waited for; its blocks are complete after it.
+            rows: Logits = logits.cpu().numpy()
+        if self.model.device.type == "cuda" and not len(rows):
+            torch.cuda.synchronize(self.model.device)
+        return rows
+
+    def choose(self, work: Work, generation: Generation, rows: Iterator[Logits]) -> bool:
+        """Account for one work: score its part of a prompt, and append a token if one is due (then True)."""
+        request, due, scored = work.request, work.samples, work.scored
+        if scored:
+            self._score(generation, scored, rows)
+        request.computed = work.end
+        if request.fresh and work.end >= request.prompt_tokens - 1:
+            request.fresh = False  # all that was wanted is told; should it come back, it may use what is cached
+        if not due:
+            return False
+        chosen = sample(next(rows), generation.ask.sampling, len(request.tokens), generation.adjustment)
+        request.tokens.append(chosen.token)
+        if generation.adjustment is not None:
+            generation.adjustment.append(chosen.token)
+        self.holdings.holding(request).chain.extend([chosen.token])
+        self.outbox.token(generation.key, generation.emitted - 1, chosen)
+        return True
+
+    def _score(self, generation: Generation, scored: range, rows: Iterator[Logits]) -> None:
+        count = generation.ask.sampling.prompt_logprobs or 0
+        tokens = generation.request.tokens
+        scores = [score(next(rows), tokens[position + 1], count) for position in scored]
+        self.outbox.scores(generation.key, scored.start + 1, scores)
