@@ -51,6 +51,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--predict", type=float, default=5.0, metavar="S", help="how long a prediction lives; 0: none")
     made.add_argument("--max-waiting", type=int, default=0, help="requests that a worker queues; beyond: rejected")
     made.add_argument("--kill", type=int, default=0, help="workers that die halfway, and come back after 30 s")
+    made.add_argument("--open-loop", action="store_true", help="send turns at their times, answered or not")
     made.add_argument("--seed", type=int, default=1, help="of everything that is drawn")
     made.add_argument("--skip-anchors", action="store_true", help="don't reproduce known figures first")
     return made.parse_args(argv)
@@ -104,6 +105,7 @@ def _all(
                 setup = Setup(
                     hardware, workers, policy, stores=not given.no_store, eviction=given.eviction,
                     predict_s=given.predict, max_waiting=given.max_waiting, kill=given.kill, seed=given.seed,
+                    in_turn=not given.open_loop,
                 )  # fmt: skip
                 started = time.perf_counter()
                 figures = Simulation(setup, scaled).run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -27,7 +27,8 @@ ATTEMPTS_MAX = 5
 
 @dataclass(frozen=True)
 class Setup:
-    """What is run. `kill` workers die when half of the requests have arrived, and come back empty."""
+    """What is run. `kill` workers die when half of the requests have arrived, and come back empty. `in_turn`: nobody
+    sends a turn before the answer to the one before it is whole; without it, all are sent at their times."""
 
     hardware: Hardware
     workers: int
@@ -38,11 +39,13 @@ class Setup:
     max_waiting: int = 0
     kill: int = 0
     seed: int = 1
+    in_turn: bool = True
 
 
 @dataclass
 class Figures:
-    """What came of it. Times in seconds, tokens over all requests, bytes a kind of link."""
+    """What came of it. Times in seconds, tokens over all requests, bytes a kind of link. `held` turns were sent later
+    than their time, because the answer before them wasn't whole."""
 
     ttft: list[float] = field(default_factory=list)
     tokens: int = 0
@@ -51,6 +54,7 @@ class Figures:
     error_tokens: int = 0
     rejected: int = 0
     resent: int = 0
+    held: int = 0
     imbalance: float = 0.0
     utilisation: float = 0.0
     moved: dict[str, float] = field(default_factory=dict)
@@ -81,7 +85,9 @@ class Simulation:
         )
         self.telling = Telling(index, holders)
         self.figures = Figures()
-        self.now = 0.0
+        self.now = self._last_sent = 0.0
+        self._over: set[int] = set()
+        self._waiting: dict[int, list[Request]] = {}
         self._open = np.ones(setup.workers, np.bool_)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
@@ -108,17 +114,23 @@ class Simulation:
             self._at(request.at, lambda: self._arrive(request, arrivals))
 
     def _arrive(self, request: Request, arrivals: Iterator[Request]) -> None:
-        self._send(request, 1)
+        if self.setup.in_turn and request.after >= 0 and request.after not in self._over:
+            self._waiting.setdefault(request.after, []).append(request)
+            self.figures.held += 1
+        else:
+            self._send(request, 1)
         self._next_arrival(arrivals)
 
     # --- a request ---------------------------------------------------------------------------------------
 
     def _send(self, request: Request, attempts: int) -> None:
+        self._last_sent = self.now
         decision = self.routing.decide(prompt_of(request), self.now, self._open)
         worker = self.machines.workers[decision.worker]
         full = self.setup.max_waiting and len(worker.queue) >= self.setup.max_waiting
         if full or attempts > ATTEMPTS_MAX:
             self.figures.rejected += 1
+            self._ended(request)
             return
         ticket = self.routing.sent(decision, self.now)
         job = Job(request, decision, ticket, attempts, worker.epoch)
@@ -166,6 +178,13 @@ class Simulation:
         if job.epoch == worker.epoch:
             worker.decoding.discard(job)
             self.routing.ended(job.ticket, self.now)
+            self._ended(job.request)
+
+    def _ended(self, request: Request) -> None:
+        """Its answer is whole, or there is none: whoever waited for it goes on."""
+        self._over.add(request.number)
+        for follower in self._waiting.pop(request.number, ()):
+            self._at(self.now, lambda follower=follower: self._send(replace(follower, at=self.now), 1))  # type: ignore[misc]
 
     # --- caches and what they tell -----------------------------------------------------------------------
 
@@ -204,6 +223,7 @@ class Simulation:
         for job in jobs:
             if job in decoding:
                 self.routing.ended(job.ticket, self.now)
+                self._ended(job.request)
             else:
                 self._again(job)
 
@@ -220,10 +240,11 @@ class Simulation:
 
     def _summed(self) -> Figures:
         figures, workers, hosts = self.figures, self.machines.workers, self.machines.hosts
+        assert not self._waiting, "every turn is sent"
         assert self.routing.load.stats().in_flight == 0, "every request ends"
         busy = np.array([worker.busy_s for worker in workers])
         figures.imbalance = float(busy.max() / busy.mean())
-        figures.utilisation = float(busy.sum() / len(workers) / self._requests[-1].at)
+        figures.utilisation = float(busy.sum() / len(workers) / self._last_sent)
         figures.moved = {
             "device": sum(worker.link.bytes for worker in workers),
             "disk": sum(host.disk_link.bytes for host in hosts),

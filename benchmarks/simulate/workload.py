@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -21,12 +22,17 @@ TURNS_MEAN, SYSTEMS = 6, 12
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request: when, how long, and the numbers of its blocks, each of which stands for all before it too."""
+    """One request: when, how long, and the numbers of its blocks, each of which stands for all before it too.
+
+    `after` is the `number` of the turn before it, -1 for the first one of a conversation.
+    """
 
     at: float
     tokens: int
     output: int
     blocks: tuple[int, ...]
+    number: int = 0
+    after: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +60,27 @@ def from_trace(path: Path, limit: int | None = None) -> list[Request]:
         raise TraceError(f"{path}: has no requests with a timestamp")
     rows.sort(key=lambda row: row["timestamp"])
     numbers: dict[int, int] = {}
-    return [
+    return in_turn(
         Request(
             row["timestamp"] / 1000, row["input_length"], row.get("output_length", 1),
             tuple(numbers.setdefault(name, len(numbers)) for name in row["hash_ids"]),
         )
         for row in rows[:limit]
-    ]  # fmt: skip
+    )  # fmt: skip
+
+
+def in_turn(requests: Iterable[Request]) -> list[Request]:
+    """The same requests, numbered in order of time, each told which one it continues: the last one before it of which
+    it has all whole blocks, two at least (the first one is everybody's), and which nobody continues yet."""
+    last: dict[int, int] = {}
+    made = []
+    for number, request in enumerate(sorted(requests, key=lambda request: request.at)):
+        whole = request.blocks[:-1]
+        end = next((block for block in reversed(request.blocks[1:]) if block in last), None)
+        made.append(replace(request, number=number, after=-1 if end is None else last.pop(end)))
+        if len(whole) > 1:
+            last[whole[-1]] = number
+    return made
 
 
 def generated(count: int, seed: int) -> list[Request]:
@@ -78,7 +98,7 @@ def generated(count: int, seed: int) -> list[Request]:
             made.append(Request(start, tokens, 1 + int(rng.expovariate(1 / 343)), tuple(chain)))
             start += rng.lognormvariate(3.5, 1.0)
             chain = chain + [next(fresh) for _ in range(1 + int(rng.expovariate(1 / 4)))]
-    return sorted(made[:count], key=lambda request: request.at)
+    return in_turn(made[:count])
 
 
 def copies_of(requests: Sequence[Request], count: int, seed: int) -> list[Request]:
@@ -89,9 +109,13 @@ def copies_of(requests: Sequence[Request], count: int, seed: int) -> list[Reques
     for copy in range(1, count):
         late, first = rng.uniform(0, 60), copy * blocks
         made += [
-            replace(request, at=request.at + late, blocks=tuple(first + block for block in request.blocks))
+            replace(
+                request, at=request.at + late, blocks=tuple(first + block for block in request.blocks),
+                number=copy * len(requests) + request.number,
+                after=-1 if request.after < 0 else copy * len(requests) + request.after,
+            )
             for request in requests
-        ]
+        ]  # fmt: skip
     return sorted(made, key=lambda request: request.at)
 
 
@@ -108,14 +132,23 @@ def infinite_hits(requests: Sequence[Request]) -> list[int]:
 
 def at_load(requests: Sequence[Request], hardware: Hardware, workers: int, load: float) -> list[Request]:
     """The same requests, with arrival times scaled to this share of what the workers could compute at best."""
-    hits = infinite_hits(requests)
+    first, last = requests[0].at, requests[-1].at
+    scale = seconds_for(requests, hardware, workers, load) / max(last - first, 1e-9)
+    return [replace(request, at=(request.at - first) * scale) for request in requests]
+
+
+def seconds_for(requests: Sequence[Request], hardware: Hardware, workers: int, load: float) -> float:
+    """How long the workers are given for all of them: their devices then are busy for `load` of the time, if nothing
+    is computed twice. Streams that are decoded beside it slow a prefill, and there are the more of them the less time
+    there is."""
     work = sum(
         hardware.prefill_s(min(hit, request.tokens - 1), request.tokens)
-        for request, hit in zip(requests, hits, strict=True)
-    )
-    first, last = requests[0].at, requests[-1].at
-    scale = work / (workers * load) / max(last - first, 1e-9)
-    return [replace(request, at=(request.at - first) * scale) for request in requests]
+        for request, hit in zip(requests, infinite_hits(requests), strict=True)
+    ) * math.exp(hardware.noise**2 / 2)  # fmt: skip
+    slowed = work * hardware.decode_slows * hardware.decode_s * sum(request.output for request in requests)
+    # busy = work * (1 + slows * streams a worker) = load * given, where streams a worker = decoded seconds / given
+    given = (work + math.sqrt(work**2 + 4 * load * slowed)) / (2 * load)
+    return given / workers
 
 
 def share(parts: Iterable[int], requests: Sequence[Request]) -> float:

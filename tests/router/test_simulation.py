@@ -11,7 +11,16 @@ from benchmarks.simulate.__main__ import main
 from benchmarks.simulate.anchors import anchors
 from benchmarks.simulate.hardware import BLOCK, HARDWARE
 from benchmarks.simulate.run import Figures, Setup, Simulation
-from benchmarks.simulate.workload import Request, at_load, copies_of, from_trace, generated, infinite_hits, share
+from benchmarks.simulate.workload import (
+    Request,
+    at_load,
+    copies_of,
+    from_trace,
+    generated,
+    in_turn,
+    infinite_hits,
+    share,
+)
 from forebay.scheduler.policies import POLICIES
 
 REQUESTS = generated(250, 3)
@@ -94,3 +103,35 @@ def test_a_trace_is_read_and_the_command_prints_what_came_of_it(
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line]
     assert told[-1]["requests"] == 40 and told[-1]["setup"]["policy"] == "ttft"
     assert main(["--policies", "none"]) == 2
+
+
+def test_a_turn_waits_for_the_answer_before_it_and_a_new_conversation_for_nobody() -> None:
+    first = Request(0.0, 4 * BLOCK, 1000, (0, 1, 2, 3))
+    second = Request(0.1, 6 * BLOCK, 1, (0, 1, 2, 4, 5, 6))
+    other = Request(0.2, 3 * BLOCK, 1, (0, 7, 8))
+    made = in_turn([second, other, first])
+    assert [(request.number, request.after) for request in made] == [(0, -1), (1, 0), (2, -1)]
+    causal, open_loop = (Simulation(Setup(H100, 1, "ttft", in_turn=turns), made).run() for turns in (True, False))
+    assert (causal.held, open_loop.held) == (1, 0)
+    assert causal.hit_tokens == 3 * BLOCK + BLOCK, "the turn finds what the first one left, the other the first block"
+    assert causal.utilisation < 0.05 < open_loop.utilisation, "its last request was sent after 12 s, not after 0.2 s"
+    assert causal.quantile(1.0) < 1.0, "waiting for one's own answer is no time to first token"
+
+
+def test_copies_keep_their_own_turns() -> None:
+    copied = {request.number: request for request in copies_of(REQUESTS, 3, 1)}
+    assert len(copied) == 3 * len(REQUESTS)
+    followers = [request for request in copied.values() if request.after >= 0]
+    assert followers and all(copied[request.after].blocks[1] == request.blocks[1] for request in followers)
+    assert all(copied[request.after].at <= request.at for request in followers)
+
+
+@pytest.mark.parametrize("load", [0.5, 0.95])
+def test_a_load_is_what_devices_are_busy_for(load: float) -> None:
+    requests = generated(700, 9)
+    spread = [
+        Request(10.0 * number, one.tokens, one.output, tuple(10_000 * number + block for block in one.blocks))
+        for number, one in enumerate(requests)
+    ]
+    figures = run("ttft", in_turn(spread), load)
+    assert figures.utilisation == pytest.approx(load, rel=0.05)
