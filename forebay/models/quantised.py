@@ -1,9 +1,7 @@
-"""Quantised weights of safetensors, back to plain numbers.
+"""How the weights of safetensors are quantised.
 
-FP8, block-scaled: e4m3 values, and beside them (`..._scale_inv`) one fp32 scale for every block of, usually, 128 x 128;
-blocks at the edges are cut. MXFP4: 32 values of 4 bits (e2m1) share one scale, a power of two. They are computed in
-fp32 and then rounded to the model's dtype: what is run is the published numbers, without another rounding of
-activations.
+FP8's scales stand beside the values (`..._scale_inv`). Values are computed in fp32 and then rounded to the model's
+dtype: what is run is the published numbers, without another rounding of activations.
 """
 
 from __future__ import annotations
@@ -11,17 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-
+from forebay.kernels.formats import MX_GROUP, scale_shape, unpack_mxfp4, unscale_fp8
 from forebay.models.config import Config
 
-MX_GROUP = 32
-"""Values that share a scale in MXFP4."""
-
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_MX_BIAS = 127
-_MX_NAN = 255
+__all__ = ["MX_GROUP", "Quantisation", "read_quantisation", "scale_shape", "unpack_mxfp4", "unscale_fp8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,25 +42,3 @@ def read_quantisation(config: Config) -> Quantisation:
             f"FP8 weights with scales for {block!r} are not supported, only for blocks of two sizes"
         )
     return Quantisation("fp8", (block[0], block[1]))
-
-
-def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
-    """Of the scales of a matrix of this shape."""
-    return -(-shape[0] // block[0]), -(-shape[1] // block[1])
-
-
-def unscale_fp8(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """`values` [n, k] in fp8 times the scale of their block, in fp32. `scales` has `scale_shape`."""
-    rows = scales.float().repeat_interleave(block[0], dim=0)[: values.shape[0]]
-    return values.float() * rows.repeat_interleave(block[1], dim=1)[:, : values.shape[1]]
-
-
-def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """fp32 [..., g * 32] from `blocks` uint8 [..., g, 16], the even values in the low halves, and `scales` uint8
-    [..., g], exponents of two plus 127 (255 is no number)."""
-    table = torch.tensor((*_E2M1, *(-value for value in _E2M1)), dtype=torch.float32)
-    pairs = torch.stack((blocks & 0x0F, blocks >> 4), dim=-1)
-    exponents = scales.to(torch.int32) - _MX_BIAS
-    values = torch.ldexp(table[pairs.int()].flatten(-2), exponents[..., None])
-    values.masked_fill_((scales == _MX_NAN)[..., None], torch.nan)
-    return values.flatten(-2)
