@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable
 
 from forebay.events.subscriber import EventSubscriber, Received
 from forebay.scheduler.feed import Feed
+
+log = logging.getLogger(__name__)
 
 _WAIT_S = 0.25
 QUIET_S = 35.0
@@ -67,4 +70,11 @@ class Listener:
 
     def _apply(self, received: Received) -> None:
         self._room.release()
+        before = self.feed.other_size
         self.feed.apply(received, self._clock())
+        if self.feed.other_size != before:
+            # Else nothing would ever be found there, and nobody would know why.
+            log.error(
+                "%s tells of blocks of %d tokens; not used, since its table says block_tokens = %s: correct it",
+                self.feed.owner, self.feed.other_size, self.feed.block_tokens,
+            )  # fmt: skip

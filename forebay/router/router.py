@@ -13,7 +13,7 @@ from forebay.router.listening import QUIET_S, Listener
 from forebay.router.metrics import RouterMetrics
 from forebay.router.prompts import Prompts
 from forebay.router.proxy import Proxy
-from forebay.router.settings import RouterConfig, StoreStream, check
+from forebay.router.settings import Backend, RouterConfig, StoreStream, check
 from forebay.router.upstream import Upstream, Upstreams
 from forebay.scheduler.feed import Feed
 from forebay.scheduler.fleet import Fleet, Worker
@@ -98,15 +98,17 @@ class Router:
         if model is None:
             return
         if backend.events is not None:
-            self._listen(backend.name, model, backend.events, backend.replay, None)
+            self._listen(backend, backend.name, model, backend.events, backend.replay, None)
         store: StoreStream | None = next((one for one in self.config.stores if one.name == backend.store), None)
         if store is not None:
-            self._listen(store.name, model, store.events, store.replay, QUIET_S)
+            self._listen(backend, store.name, model, store.events, store.replay, QUIET_S)
 
-    def _listen(self, owner: str, model: str, events: str, replay: str | None, quiet_s: float | None) -> None:
+    def _listen(
+        self, backend: Backend, owner: str, model: str, events: str, replay: str | None, quiet_s: float | None
+    ) -> None:
         if owner in self.listeners:
             return
-        feed = Feed(owner, model, self._index, self._holders)
+        feed = Feed(owner, model, self._index, self._holders, backend.block_tokens)
         listener = Listener(feed, events, replay, asyncio.get_running_loop(), quiet_s)
         self.listeners[owner] = listener
         listener.start()

@@ -53,7 +53,8 @@ class FeedCounters:
 
 @dataclass(eq=False)
 class Feed:
-    """The stream of one owner of one model. Blocks have the size of its first usable event.
+    """The stream of one owner of one model. Blocks have the size that is given, else that of its first usable event;
+    `other_size` is the last one that came in another size, and was not used.
 
     `apply` takes batches in the order in which a subscriber gives them. Mutates the index. Not thread-safe.
     """
@@ -63,6 +64,7 @@ class Feed:
     index: PrefixIndex
     holders: Holders
     block_tokens: int | None = None
+    other_size: int | None = None
     trust: Trust = Trust.FALLBACK
     counters: FeedCounters = field(default_factory=FeedCounters)
     names: BlockNames = field(default_factory=BlockNames)
@@ -131,6 +133,8 @@ class Feed:
         if len(event.token_ids) != size * len(event.block_hashes):
             return False
         self.block_tokens = self.block_tokens or size
+        if size != self.block_tokens:
+            self.other_size = size
         return size == self.block_tokens
 
     def _store_here(self, event: BlockStored, tier: Tier) -> list[BlockStored]:
