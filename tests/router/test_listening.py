@@ -7,8 +7,9 @@ import logging
 
 import pytest
 
-from forebay.events.publisher import EventPublisher
-from forebay.events.schema import CPU, LOCAL, BlockStored
+from forebay.events.publisher import EventPublisher, PublisherLimits, StreamOptions
+from forebay.events.schema import CPU, LOCAL, BlockRemoved, BlockStored
+from forebay.events.subscriber import Received
 from forebay.router.listening import Listener
 from forebay.scheduler.feed import Feed
 from forebay.scheduler.index import PrefixIndex
@@ -55,3 +56,47 @@ def test_blocks_of_another_size_are_no_silent_miss(caplog: pytest.LogCaptureFixt
         feed = heard(16, 32)
     assert len(feed.index) == 0 and feed.counters.unusable == BLOCKS and feed.other_size == 32
     assert len(caplog.records) == 1 and "w0 tells of blocks of 32 tokens" in caplog.text and "16" in caplog.text
+
+
+def test_a_router_that_joins_late_is_ready_after_the_state_and_not_after_the_history() -> None:
+    """However often blocks came and went before, what it takes to be ready is what is held now."""
+    chains, each = 40, 64
+
+    def chain(number: int) -> BlockStored:
+        hashes: list[int | bytes] = [1 + each * number + at for at in range(each)]
+        return BlockStored(hashes, None, [number] * 16 * each, 16, medium=CPU, locality=LOCAL)
+
+    async def run() -> tuple[Feed, int]:
+        publisher = EventPublisher(
+            LOOPBACK, replay=LOOPBACK, options=StreamOptions(first_seq=1000, limits=PublisherLimits(ring_batches=8)),
+            snapshot=lambda: iter([chain(number) for number in range(chains)]),
+        )  # fmt: skip
+        for number in range(2000):  # what is held now has come and gone fifty times
+            event = chain(number % chains)
+            gone = BlockRemoved(event.block_hashes, CPU, locality=LOCAL)
+            publisher.publish([event if number >= 2000 - chains else gone], 0.0)
+        feed = Feed("s0", "m", PrefixIndex(), Holders(), 16)
+        listener = Listener(feed, publisher.endpoint, publisher.replay_endpoint, asyncio.get_running_loop())
+        applied = 0
+        apply = feed.apply
+
+        def counted(received: Received, now: float | None = None) -> None:
+            nonlocal applied
+            applied += 1
+            apply(received, now)
+
+        feed.apply = counted  # type: ignore[method-assign]
+        listener.start()
+        try:
+            async with asyncio.timeout(20):
+                while len(feed.index) < chains * each:
+                    publisher.poll_replay()
+                    await asyncio.sleep(0.001)
+        finally:
+            await asyncio.to_thread(listener.close)
+            publisher.close()
+        return feed, applied
+
+    feed, applied = asyncio.run(run())
+    assert feed.counters.stored == chains * each, "nothing was told that is not held"
+    assert applied <= 8 + chains * each // 1024 + 2, "the ring, and the state in large batches"
