@@ -28,6 +28,7 @@ class Scripted:
 
     answer: Answering
     asked: list[dict[str, Any]] = field(default_factory=list)
+    tokenised: list[Any] = field(default_factory=list)
     hold: threading.Event = field(default_factory=threading.Event)
 
     def __enter__(self) -> Scripted:
@@ -52,6 +53,7 @@ class Scripted:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 if self.path != "/v1/completions":
+                    scripted.tokenised.append(body["prompt"])
                     return self.reply(200, json.dumps({"tokens": list(body["prompt"].encode())}).encode())
                 scripted.asked.append(body)
                 return self.reply(*scripted.answer(body))
@@ -106,6 +108,15 @@ def test_another_worker_answers_what_one_cannot() -> None:
         assert good.asked[0]["prompt"] == [97, 98, 99], "its text was tokenised once, for all"
         assert router.routing.belief.realised_tokens == 12
         assert router.routing.load.stats().in_flight == 0
+
+
+def test_a_text_is_tokenised_once_whoever_is_asked_how_often() -> None:
+    with Scripted(failing(503)) as bad, Scripted(fine) as good, routed(bad, good) as (url, router):
+        for number in range(8):
+            complete(url, prompt=f"text {number % 2}")
+        assert sorted([*bad.tokenised, *good.tokenised]) == ["text 0", "text 1"]
+        assert (router.prompts.memory.misses, router.prompts.memory.hits) == (2, 6)
+        assert all(isinstance(body["prompt"], list) for body in good.asked), "workers are given ids"
 
 
 def test_a_request_that_is_wrong_is_told_so_by_the_first_one_asked() -> None:
