@@ -41,6 +41,8 @@ _TAKEN_SET = 0xFFFFFFFF
 _TIERS, _TIER_BITS = 4, 2
 _KEPT = 0b0110
 """Tiers of a store that others can fetch from: its memory and its disk."""
+_USUAL = 16
+"""Tokens of a block, nearly always."""
 _AHEAD = 32
 """Buckets whose first keys are read before any is searched, so that memory is waited for once and not each time."""
 
@@ -189,15 +191,27 @@ def give_sets(sets: Any, slots: Any, kinds: Any, news: Any) -> Any:
 # --- prompts -------------------------------------------------------------------------------------------------
 
 
+@_inlined
+def _summed(tokens: Any, weights: Any, begin: Any, count: Any) -> Any:
+    total = np.uint64(0)
+    for place in range(count):
+        total += np.uint64(tokens[begin + place]) * weights[place]
+    return total
+
+
 @_compiled(_U8S(_U8, _given(_U4), _KEYS, _U8, _KEYS))
 def prefix_keys(parent: Any, tokens: Any, weights: Any, depth: Any, extras: Any) -> Any:
     """See `forebay.scheduler.prefix_keys`."""
     size = weights.size
     keys, key = np.empty(tokens.size // size, np.uint64), parent
+    if size == _USUAL:  # a loop of known length becomes a few vector instructions
+        for block in range(keys.size):
+            keys[block] = _summed(tokens, weights, block * _USUAL, _USUAL)
+    else:
+        for block in range(keys.size):
+            keys[block] = _summed(tokens, weights, block * size, size)
     for block in range(keys.size):
-        own = (depth + np.uint64(block)) * _STEP
-        for place in range(size):
-            own += np.uint64(tokens[block * size + place]) * weights[place]
+        own = keys[block] + (depth + np.uint64(block)) * _STEP
         if block < extras.size:
             own += extras[block]
         own ^= own >> _S1
