@@ -28,6 +28,8 @@ def _given(kind: Any, dimensions: int = 1) -> Any:
 _KEYS, _NUMBERS, _MEMBERS = _given(_U8), _given(_I8), _given(types.uint16)
 _TAKEN = types.Tuple((_I8S, _I8S, _I8S))
 _MATCH = types.Tuple((_I8, _I8S, _I8S, _I8S, _I8S))
+_SECONDS = _given(types.float64)
+_COSTS = types.Tuple((_F8S, _F8S, _F8S, _F8S, _F8S, types.boolean[::1], _I8S))
 _REACH = types.Tuple((_I8S, _I8S, _F8S, _I8S))
 
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
@@ -35,6 +37,7 @@ _ZERO = np.uint64(0xD6E8FEB86659FD93)
 _BASE, _STEP = np.uint64(0xB5297A4D3F84D5B5), np.uint64(0xA0761D6478BD642F)
 _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _S1, _S2, _S3 = np.uint64(30), np.uint64(27), np.uint64(31)
+_TINY, _CLEARLY = 1e-12, 1 - 1e-9
 _WAYS, _WAY_BITS = 8, 3
 _TAKEN_SET = 0xFFFFFFFF
 """No set's number."""
@@ -329,3 +332,59 @@ def reach(
     for store in range(kept.size):
         fetched[store] = _until(tiers, first, blocks, kept[store], kept[store], _KEPT)
     return device, near, load, fetched
+
+
+# --- what it costs there (see `cost`) ------------------------------------------------------------------------
+
+
+@_inlined
+def _prefill(begin: Any, end: Any, attention: Any, prefill_s: Any) -> Any:
+    return (end - begin) * (1.0 + (end + begin) / (2.0 * attention)) * prefill_s
+
+
+@_inlined
+def _candidate(
+    tokens: Any, device: Any, end: Any, load: Any, wait: Any, link: Any, attention: Any, prefill_s: Any,
+    overlaps: Any,
+) -> Any:  # fmt: skip
+    """Of one worker and one end of what is loaded: cut, compute, work, and tokens that aren't computed."""
+    prefix, rest = _prefill(device, end, attention, prefill_s), _prefill(end, tokens, attention, prefill_s)
+    cut, share = 0.0, 0.0
+    if end > device:
+        left = max(link + load - wait, 0.0)
+        if overlaps:
+            stands_for = prefix * min(left / max(load, _TINY), 1.0)
+            cut = stands_for * left / max(stands_for + left, _TINY)
+            share = min(cut / max(prefix, _TINY), 1.0)
+        else:
+            cut = min(left, prefix)
+            share = 0.0 if left < prefix else 1.0
+    return cut, rest, rest + prefix * share, end - np.int64((end - device) * share)
+
+
+@_compiled(_COSTS(_I8, *[_NUMBERS] * 3, *[_SECONDS] * 3, _NUMBERS, *[_SECONDS] * 5, _given(types.boolean)))
+def estimate(
+    tokens: Any, device: Any, near: Any, far: Any, load_s: Any, wait_s: Any, link_s: Any, decoding: Any,
+    attention: Any, prefill_s: Any, move_s: Any, latency_s: Any, decode_slows: Any, overlaps: Any,
+) -> Any:  # fmt: skip
+    """For each worker the better of computing where the prefix is and moving the rest of it: load, cut, compute, time
+    to first token, work, whether it is moved, tokens that aren't computed."""
+    count = device.size
+    load, cut, compute = np.empty(count), np.empty(count), np.empty(count)
+    ttft, work, moves, cached = np.empty(count), np.empty(count), np.zeros(count, np.bool_), np.empty(count, np.int64)
+    for at in range(count):
+        rate = prefill_s[at] * (1.0 + decode_slows[at] * decoding[at])
+        for moved in range(2):
+            end = far[at] if moved else near[at]
+            if moved and end <= near[at]:
+                break
+            loading = load_s[at] + latency_s[at] + (end - near[at]) * move_s[at] if end > device[at] else 0.0
+            found = _candidate(
+                tokens, device[at], end, loading, wait_s[at], link_s[at], attention[at], rate, overlaps[at]
+            )
+            total = wait_s[at] + found[0] + found[1]
+            if not moved or total < ttft[at] * _CLEARLY:
+                moves[at] = bool(moved)
+                load[at], cut[at], compute[at], work[at], cached[at] = loading, found[0], found[1], found[2], found[3]
+                ttft[at] = total
+    return load, cut, compute, ttft, work, moves, cached

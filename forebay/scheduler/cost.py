@@ -20,10 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from forebay.scheduler.fleet import Fleet, Numbers, Seconds
+from forebay.scheduler.loops import compiled_loops
 from forebay.scheduler.reach import Reach
 
 _TINY = 1e-12
 """Instead of nothing, to divide by."""
+CLEARLY = 1 - 1e-9
+"""Nothing is moved for a rounding error."""
 
 
 @dataclass(slots=True)
@@ -53,6 +56,15 @@ def estimate(
 ) -> Estimate:
     """`wait_s` and `link_s` are how long each worker's device and link are taken already; `decoding` how many streams
     it is producing."""
+    loops = compiled_loops()
+    if loops is not None:
+        return Estimate(
+            wait_s,
+            *loops.estimate(
+                prompt_tokens, reach.device, reach.near, reach.far, reach.load_s, wait_s, link_s, decoding,
+                fleet.attention, fleet.prefill_s, fleet.move_s, fleet.latency_s, fleet.decode_slows, fleet.overlaps,
+            ),
+        )  # fmt: skip
     slower = 1 + fleet.decode_slows * decoding
     beyond = reach.far - reach.near
     if not beyond.any():
@@ -60,7 +72,7 @@ def estimate(
     # Both candidates at once, one a row: to compute where the prefix is, and to move it.
     ends, loads_s = np.stack([reach.near, reach.far]), np.stack([reach.load_s, reach.load_s + beyond * fleet.move_s])
     both = _candidates(prompt_tokens, reach.device, ends, loads_s, fleet, wait_s, link_s, slower)
-    moves = both.ttft_s[1] < both.ttft_s[0]
+    moves = both.ttft_s[1] < both.ttft_s[0] * CLEARLY
 
     def better(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
         chosen: npt.NDArray[Any] = np.where(moves, rows[1], rows[0])

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.scheduler import loops
+from forebay.scheduler.cost import Estimate, estimate
 from forebay.scheduler.fleet import Fleet, Rates, Worker
 from forebay.scheduler.index import PrefixIndex
 from forebay.scheduler.naive_index import NaiveIndex
 from forebay.scheduler.places import Holders, Tier
 from forebay.scheduler.prefix_keys import prefix_keys
-from forebay.scheduler.reach import leading_of, reach_of
+from forebay.scheduler.reach import Reach, leading_of, reach_of
 from tests.scheduler.conftest import needs_numba
 from tests.scheduler.test_index import CROWDED, KEYS, batches, u64
 
@@ -89,6 +90,33 @@ def test_what_workers_reach_is_the_same(seed: int) -> None:
             found.append((parts, leading_of(match, 9).tolist()))
             loads.append(reach.load_s.tolist())
     assert found[0] == found[1] and loads[0] == pytest.approx(loads[1])
+
+
+@needs_numba
+@given(st.integers(0, 2**32))
+def test_costs_are_the_same(seed: int) -> None:
+    rng, count, tokens = np.random.default_rng(seed), 40, 5000
+    some = np.sort(rng.integers(0, tokens, (3, count)), axis=0)
+    some[1][rng.random(count) < 0.3] = some[0][0]
+    some = np.sort(some, axis=0)
+    reach = Reach(*some, rng.random(count) * 0.1 * (some[1] > some[0]), np.zeros(count, np.int64))
+    rates = [
+        Rates(
+            float(rng.random() * 1e-3), float(rng.choice([0.0, 3000.0])), move_s=float(rng.random() * 1e-4),
+            decode_slows=0.01, overlaps=bool(rng.random() < 0.5),
+        )
+        for _ in range(count)
+    ]  # fmt: skip
+    fleet = Fleet([Worker(f"w{at}", None, 16, rate) for at, rate in enumerate(rates)], Holders())
+    wait, link = (rng.random(count) * (rng.random(count) < 0.5) for _ in range(2))
+    decoding = rng.integers(0, 9, count)
+    found = []
+    for compiled in (False, True):
+        with either(compiled):
+            found.append(estimate(tokens, reach, fleet, wait, link, decoding))
+    for name in Estimate.__slots__:
+        plain, looped = (getattr(one, name) for one in found)
+        assert looped == pytest.approx(plain, abs=1 if name == "cached" else 1e-9), name
 
 
 def test_without_numba_it_goes_on_with_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
