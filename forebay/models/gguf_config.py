@@ -16,6 +16,13 @@ from forebay.models.gguf_file import GGUFFile
 Array = NDArray[Any]
 
 MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
+"""By what other engines choose the model's class; without it vLLM takes a checkpoint for an embedder."""
 
 _GLOBAL_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -87,6 +94,7 @@ def gguf_config(file: GGUFFile, rope_factors: tuple[float, ...] = ()) -> dict[st
         raise CheckpointBroken(f"{file.path} has no token_embd.weight; download it again")
     heads, hidden = found.size("attention.head_count"), found.size("embedding_length")
     config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[file.architecture]],
         "model_type": MODEL_TYPES[file.architecture],
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,

@@ -11,7 +11,7 @@ import gguf
 import pytest
 import torch
 
-from forebay.models.config import Config
+from forebay.models.config import Config, read_config
 from forebay.models.errors import CheckpointBroken, ModelError, UnsupportedArchitecture
 from forebay.models.gguf_config import gguf_config
 from forebay.models.gguf_file import read_gguf
@@ -52,6 +52,8 @@ def test_facts_are_the_same_with_and_without_conversion(name: str, tmp_path: Pat
     before = read_info(file)
     directory = checkpoint_directory(file, cache_dir=tmp_path / "cache")
     assert before == read_info(directory)
+    converted, original = read_config(directory), read_config(checkpoint)
+    assert converted.get("architectures") == original.get("architectures"), "what other engines choose its class by"
     wanted = read_info(checkpoint)
     assert before.kv_groups == wanted.kv_groups
     assert before.rope == wanted.rope
