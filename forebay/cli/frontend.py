@@ -11,9 +11,13 @@ from typing import Any
 
 from forebay.cli.places import cache_dir
 from forebay.cli.tiers import host_port
-from forebay.config import Setting, add_settings, at_least, duration, path, port, resolve, text
+from forebay.config import Setting, add_settings, at_least, duration, one_of, path, port, resolve, text
 from forebay.errors import ConfigError
 
+TOOL_CALL_PARSER = Setting(
+    "tool_call_parser", one_of("auto", "hermes", "llama3_json", "glm45", "minimax_m2", "deepseek_v3", "openai"),
+    "auto", "how the model writes calls of tools; auto: as its chat template says",
+)  # fmt: skip
 SETTINGS = (
     Setting("worker", text, None, "unix socket of the worker"),
     Setting("model", path, None, "safetensors directory or GGUF file, for its tokenizer and chat template"),
@@ -28,6 +32,10 @@ SETTINGS = (
         "kv_address", host_port, None,
         "where peers get this host's KV (its p2p tier's listen), for kv_transfer_params", shown="none",
     ),
+    Setting(
+        "shutdown_timeout", duration, 20.0, "how long open answers may go on after SIGTERM; 0s ends them", shown="20s"
+    ),
+    TOOL_CALL_PARSER,
     Setting("state_dir", path, None, "keeps the server's secret", shown="cache directory"),
 )
 
@@ -44,6 +52,7 @@ def run(flags: dict[str, Any]) -> int:
         raise ConfigError("a front end needs --worker and --model")
     from forebay.workers.api.frontend import FrontendConfig, run_frontend
 
+    values["shutdown_s"] = values.pop("shutdown_timeout")
     values["give_up_s"] = values.pop("give_up")
     values["state_dir"] = values["state_dir"] or cache_dir() / "state"
     return run_frontend(FrontendConfig(**values))

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.cli import tenants, tiers
+from forebay.cli.frontend import TOOL_CALL_PARSER
 from forebay.cli.places import cache_dir, runtime_dir
 from forebay.cli.tables import bytes_text
-from forebay.config import Setting, add_settings, at_least, boolean, one_of, path, port, resolve, size, text
+from forebay.config import Setting, add_settings, at_least, boolean, duration, one_of, path, port, resolve, size, text
 from forebay.errors import ConfigError
 from forebay.parent import PARENT_VARIABLE
 
@@ -52,6 +53,16 @@ SETTINGS = (
     Setting("label", text, None, "the model's name for clients", shown="last part of its path"),
     Setting("api_keys", path, None, "file with one `KEY TENANT` a line; without it nobody is asked"),
     Setting("max_queue", at_least(1), None, "requests under way at once; more get 429", shown="256"),
+    Setting("max_num_seqs", at_least(1), None, "requests that hold blocks at once", shown="16"),
+    Setting("max_num_batched_tokens", at_least(1), None, "tokens that one step feeds at most", shown="512"),
+    Setting("max_model_len", at_least(2), None, "tokens of prompt and answer together", shown="the model's limit"),
+    Setting(
+        "structured_outputs", boolean, False, "take JSON schemas and grammars; needs the extra `guided`",
+        shown="no", switch=True,
+    ),
+    TOOL_CALL_PARSER,
+    Setting("trace", path, None, "file for a Chrome trace of the worker, written at the end"),
+    Setting("shutdown_timeout", duration, 20.0, "how long open answers may go on when it stops", shown="20s"),
     Setting(
         "kv_address", tiers.host_port, None,
         "where peers get this host's KV, for kv_transfer_params", shown="listen of the p2p tier",
@@ -134,14 +145,21 @@ def _config(values: dict[str, Any], model: Path) -> ServeConfig:
     if not values["no_fs"]:
         store["fs"] = _files(values)
         store["fs_quota"] = values["fs_quota"]
-    worker = {name: values[name] for name in ("dtype", "device", "device_memory", "chunk_tokens", "threads")}
-    frontend = {name: values[name] for name in ("api_keys", "max_queue")}
+    worker = {
+        name: values[name] for name in (
+            "dtype", "device", "device_memory", "chunk_tokens", "threads", "max_num_seqs", "max_num_batched_tokens",
+            "max_model_len", "structured_outputs", "trace",
+        )
+    }  # fmt: skip
+    frontend = {name: values[name] for name in ("api_keys", "max_queue", "tool_call_parser")}
+    frontend["shutdown_timeout"] = f"{values['shutdown_timeout']}s"
     frontend["kv_address"] = _kv_address(values)
     worker["label"] = frontend["label"] = _label(values)
     return ServeConfig(
         model=model, runtime=runtime_dir() / f"serve-{values['port']}", host=values["host"], port=values["port"],
         pool_dir=values["pool_dir"].absolute(), store_arguments=_arguments(store),
         worker_arguments=_arguments(worker), frontend_arguments=_arguments(frontend),
+        shutdown_s=values["shutdown_timeout"],
     )  # fmt: skip
 
 
@@ -169,7 +187,9 @@ def _arguments(settings: dict[str, Any]) -> list[str]:
     """Settings as flags of another command; those that aren't set are left to it."""
     flags: list[str] = []
     for name, value in settings.items():
-        if value is not None:
+        if isinstance(value, bool):
+            flags += [f"--{name.replace('_', '-')}"] * value
+        elif value is not None:
             flags += [f"--{name.replace('_', '-')}", str(value)]
     return flags
 

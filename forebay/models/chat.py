@@ -44,6 +44,7 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _tojson
         environment.globals |= {"raise_exception": _refuse, "strftime_now": _strftime_now, "range": _range}
+        self.source = source
         self._special = dict(special)
         try:
             self._template = environment.from_string(source)
@@ -66,7 +67,10 @@ class ChatTemplate:
         named = {name: _text(value) for name, value in config.items() if name.endswith("_token")}
         return cls(source, {name: text for name, text in named.items() if text is not None})
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:  # fmt: skip
         """The prompt of a conversation. Raises ChatTemplateError with a message for the client.
 
         May be called from any thread. Its text holds the model's special tokens: encode it without a frame.
@@ -75,7 +79,7 @@ class ChatTemplate:
         size = 0
         values: dict[str, Any] = {
             **self._special, "messages": [dict(message) for message in messages],
-            "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None,
+            "add_generation_prompt": add_generation_prompt, "tools": tools or None, "documents": None,
         }  # fmt: skip
         try:
             for piece in self._template.generate(values):

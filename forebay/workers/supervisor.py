@@ -46,7 +46,8 @@ otherwise the next time."""
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """What `forebay serve` runs. `runtime` becomes a private directory for sockets, removed at the end."""
+    """What `forebay serve` runs. `runtime` becomes a private directory for sockets, removed at the end. `shutdown_s` is
+    how long the front end lets open answers go on when it stops."""
 
     model: Path
     runtime: Path
@@ -56,6 +57,7 @@ class ServeConfig:
     store_arguments: Sequence[str] = ()
     worker_arguments: Sequence[str] = ()
     frontend_arguments: Sequence[str] = ()
+    shutdown_s: float = 0.0
 
 
 def take_port(host: str, port: int) -> socket.socket:
@@ -155,7 +157,7 @@ class Supervisor:
                 "front end",
                 ["frontend", "--worker", worker, "--model", str(config.model), "--host", config.host, "--port",
                  str(config.port), "--listen-fd", str(fd), *config.frontend_arguments],
-                FRONTEND_STOP_S, descriptors=[fd],
+                FRONTEND_STOP_S + config.shutdown_s, descriptors=[fd],
             ),
         )  # fmt: skip
 

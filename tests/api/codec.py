@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 EOS, BOS, VOCAB = 0, 1, 258
 
@@ -35,8 +36,14 @@ class ByteCodec:
 
 
 class LineChat:
-    """`role: text` a line."""
+    """`role: text` a line, after the names of the tools."""
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
-        lines = [f"{message['role']}: {message['content']}" for message in messages]
+    source = "{{ tools }} <tool_call>"
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:  # fmt: skip
+        lines = [f"tool: {tool['function']['name']}" for tool in tools or ()]
+        lines += [f"{message['role']}: {message['content']}" for message in messages]
         return "\n".join([*lines, "assistant:"] if add_generation_prompt else lines)

@@ -25,8 +25,10 @@ from forebay.workers.protocol import (
     Generate,
     GetWorkerStats,
     Outputs,
+    PromptScores,
     Started,
     TokenOut,
+    TokenScore,
     ToWorker,
     WorkerStats,
 )
@@ -59,6 +61,7 @@ class ScriptedWorker:
     on_ask: Callable[[Generate], None] | None = None
     model: str = "scripted"
     store: str = "connected"
+    guided: bool = True
     _writers: list[asyncio.StreamWriter] = field(default_factory=list)
     _tasks: dict[tuple[str, int], asyncio.Task[None]] = field(default_factory=dict)
     _server: asyncio.Server | None = None
@@ -119,7 +122,7 @@ class ScriptedWorker:
     def _description(self) -> Description:
         return Description(
             boot=str(id(self)), pid=1, model=self.model, vocab_size=VOCAB, max_context=CONTEXT, eos_ids=[EOS],
-            namespace=encode_namespace(NAMESPACE), store=self.store,
+            namespace=encode_namespace(NAMESPACE), store=self.store, guided=self.guided,
         )  # fmt: skip
 
     async def _generate(self, ask: Generate) -> None:
@@ -128,6 +131,8 @@ class ScriptedWorker:
             return
         cached = {"device": 16, "host": 32} if len(ask.prompt) // 4 > 48 else {}
         self.say(Started(id=ask.id, attempt=ask.attempt, cached_tokens=sum(cached.values()), cached=cached))
+        if ask.sampling.prompt_logprobs is not None:
+            self._say_scores(ask, ask.sampling.prompt_logprobs)
         script, done = script_of(ask.prompt), len(ask.emitted) // 4
         assert list(unpack_tokens(ask.emitted)) == script[:done]
         for index in range(done, min(len(script), ask.sampling.max_tokens)):
@@ -141,9 +146,18 @@ class ScriptedWorker:
                 return
         self.say(Finished(id=ask.id, attempt=ask.attempt, reason="length"))
 
+    def _say_scores(self, ask: Generate, count: int) -> None:
+        """Each token of the prompt, from the second on, is the second likeliest; told in two messages."""
+        prompt = list(unpack_tokens(ask.prompt))
+        scores = [TokenScore(-0.5, 2, [((token + 1) % VOCAB, -0.25)][:count]) for token in prompt[1:]]
+        half = len(scores) // 2
+        for start, some in ((1 + half, scores[half:]), (1, scores[:half])):
+            self.say(PromptScores(id=ask.id, attempt=ask.attempt, start=start, scores=some))
+
     @staticmethod
     def _out(ask: Generate, index: int, token: int) -> TokenOut:
         if ask.sampling.logprobs is None:
             return TokenOut(ask.id, ask.attempt, index, token)
+        logprob = -0.5 - ask.sampling.choice % 3
         top = [(token, -0.5), ((token + 1) % VOCAB, -1.5), ((token + 2) % VOCAB, -2.5)]
-        return TokenOut(ask.id, ask.attempt, index, token, -0.5, top[: ask.sampling.logprobs])
+        return TokenOut(ask.id, ask.attempt, index, token, logprob, top[: ask.sampling.logprobs])

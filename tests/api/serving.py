@@ -14,11 +14,12 @@ import uvicorn
 
 from forebay.tiers.p2p.options import Address
 from forebay.workers.api.app import make_app
-from forebay.workers.api.frontend import bind
+from forebay.workers.api.frontend import AppServer, bind
 from forebay.workers.api.keys import Keys, open_to_all
 from forebay.workers.api.link import WorkerLink
 from forebay.workers.api.metrics import Metrics
 from forebay.workers.api.service import ApiService
+from forebay.workers.api.tool_formats import FORMATS
 from tests.api.codec import ByteCodec, LineChat
 from tests.api.scripted import ScriptedWorker
 
@@ -37,6 +38,8 @@ class Front:
     give_up_s: float = 30.0
     worker: ScriptedWorker | None = None
     kv_address: Address | None = None
+    tools: str = "hermes"
+    shutdown_s: float | None = None
     link: WorkerLink = field(init=False)
     port: int = 0
 
@@ -57,13 +60,18 @@ class Front:
 
     async def _begin(self) -> None:
         self.link = WorkerLink(self.folder / "worker.sock", self.max_calls, self.give_up_s)
-        service = ApiService(self.link, ByteCodec(), LineChat() if self.chat else None, Metrics(), "", self.kv_address)
+        service = ApiService(
+            self.link, ByteCodec(), LineChat() if self.chat else None, Metrics(), "", self.kv_address,
+            FORMATS.get(self.tools),
+        )  # fmt: skip
         app = make_app(service, self.keys or open_to_all(self.folder / "state"))
         bound = bind("127.0.0.1", 0)
         bound.listen()
         self.port = bound.getsockname()[1]
         config = uvicorn.Config(app, log_level="warning", http="httptools", timeout_graceful_shutdown=1)
-        self._server = uvicorn.Server(config)
+        self._server = uvicorn.Server(config) if self.shutdown_s is None else AppServer(app, self.link, self.shutdown_s)
+        if not self._server.config.loaded:
+            self._server.config.load()
         self._serving = asyncio.create_task(self._server._serve([bound]))
         if self.worker is not None:
             await self.worker.start()
@@ -81,6 +89,10 @@ class Front:
         while not true():
             assert asyncio.get_running_loop().time() < end, "it never happened"
             await asyncio.sleep(0.01)
+
+    def stop(self) -> None:
+        """As SIGTERM does."""
+        self._loop.call_soon_threadsafe(setattr, self._server, "should_exit", True)
 
     def wait_until(self, true: Any) -> None:
         self.run(self.until(true))

@@ -25,12 +25,12 @@ def refusal(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("presence_penalty", 0.5), ("frequency_penalty", -1), ("logit_bias", {"5": 1}), ("echo", True), ("suffix", "x"),
-        ("best_of", 3), ("min_p", 0.1), ("repetition_penalty", 1.1), ("min_tokens", 4),
-    ],
-)  # fmt: skip
+    [("suffix", "x"), ("response_format", {"type": "json_object"}), ("structured_outputs", {"regex": "a+"})],
+)
 def test_what_would_change_the_answer_is_refused_by_name(front: Front, field: str, value: Any) -> None:
+    assert front.worker is not None
+    front.worker.guided = False
+    front.wait_until(lambda: front.link.description is not None and not front.link.description.guided)
     assert refusal(front.complete("|x", **{field: value}))["param"] == field
 
 
@@ -56,7 +56,12 @@ def test_a_misspelt_parameter_is_refused_by_name(front: Front) -> None:
         ("max_tokens", 0), ("max_tokens", -5), ("max_tokens", 10**12), ("max_tokens", "many"), ("max_tokens", 1.5),
         ("temperature", -0.1), ("temperature", 1e9), ("top_p", 0), ("top_p", 1.5), ("top_k", -2), ("n", 0), ("n", 1000),
         ("seed", 2**64), ("logprobs", -1), ("logprobs", 100), ("stop", [""]), ("stop", ["x"] * 17), ("stop", 5),
-        ("stream", "yes"), ("cache_salt", "x" * 1000),
+        ("stream", "yes"), ("cache_salt", "x" * 1000), ("presence_penalty", 2.5), ("frequency_penalty", -3),
+        ("repetition_penalty", 0), ("min_p", 1.1), ("min_tokens", 101), ("logit_bias", {"x": 1}), ("best_of", 0),
+        ("logit_bias", {"5": 101}), ("logit_bias", {"100000": 1}), ("logit_bias", {"5": "a"}), ("best_of", 17),
+        ("stop_token_ids", [100000]), ("prompt_logprobs", -1), ("priority", 101), ("priority", "high"),
+        ("response_format", {"type": "xml"}), ("structured_outputs", {}),
+        ("structured_outputs", {"regex": "a", "choice": ["b"]}),
     ],
 )  # fmt: skip
 def test_negative_absurd_and_mistyped_values_are_refused_by_name(front: Front, field: str, value: Any) -> None:
@@ -118,6 +123,23 @@ def test_sampling_reaches_the_worker(front: Front) -> None:
     assert sampling.seed == -7 % 2**63 and sampling.ignore_eos and sampling.logprobs == 0
 
 
+def test_adjustments_and_priority_reach_the_worker(front: Front) -> None:
+    given: dict[str, Any] = {
+        "presence_penalty": -0.5, "frequency_penalty": 1, "repetition_penalty": 1.1, "min_p": 0.05, "min_tokens": 2,
+        "stop_token_ids": [7, 9],
+    }  # fmt: skip
+    front.complete("|x", logit_bias={"5": -100, "70": 1.5}, priority=-3, **given)
+    assert front.worker is not None
+    (ask,) = front.worker.asked
+    assert {name: getattr(ask.sampling, name) for name in given} == given
+    assert ask.sampling.logit_bias == {5: -100.0, 70: 1.5} and ask.priority == -3
+
+
+def test_a_tokens_of_the_requests_own_ends_its_text(front: Front) -> None:
+    choice = front.complete("|abc", stop_token_ids=[ord("c") + 2], ignore_eos=True, max_tokens=4).json()["choices"][0]
+    assert choice["text"] == "ab", "the worker goes on; what ends the answer is no text"
+
+
 def test_a_seed_is_drawn_at_admission_if_there_is_none(front: Front) -> None:
     front.complete("|x")
     front.complete("|x")
@@ -162,8 +184,11 @@ def test_an_unknown_path_and_a_wrong_method_are_told_in_the_same_shape(front: Fr
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("tools", [{"type": "function"}]), ("response_format", {"type": "json_object"}), ("tool_choice", "required")],
-)
+    [
+        ("tools", [{"type": "function"}]), ("response_format", {"type": "yaml"}), ("tool_choice", "required"),
+        ("tools", [{"type": "search", "function": {"name": "f"}}]), ("functions", [{"name": "f"}]),
+    ],
+)  # fmt: skip
 def test_chat_refuses_what_it_does_not_do(front: Front, field: str, value: Any) -> None:
     body = {"messages": [{"role": "user", "content": "|x"}], field: value}
     assert refusal(front.post("/v1/chat/completions", body))["param"] == field

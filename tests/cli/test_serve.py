@@ -60,7 +60,8 @@ class Serving:
         (self.folder / "run").mkdir(mode=0o700, exist_ok=True)
         command = [
             sys.executable, "-m", "forebay", "serve", str(self.model), "--port", str(self.port), "--memory", "64MiB",
-            "--device-memory", "16MiB", "--chunk-tokens", "32", "--dtype", "float32", *more,
+            "--device-memory", "16MiB", "--chunk-tokens", "32", "--dtype", "float32",
+            "--shutdown-timeout", "1s", *more,
         ]  # fmt: skip
         with open(self.folder / "log", "wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)

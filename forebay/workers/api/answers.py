@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from forebay.kvstore.identity import unpack_tokens
 from forebay.workers.api.deltas import Choice, Delta
 from forebay.workers.api.errors import ApiError
 from forebay.workers.api.metrics import Metrics
 from forebay.workers.api.shapes import DONE, Gathered, Shape, Usage, sse
+
+log = logging.getLogger(__name__)
 
 MERGED_MAX = 256
 """Deltas that wait for a slow client before its generations are no longer read."""
@@ -21,17 +25,21 @@ Merged = tuple[int, Delta]
 
 @dataclass
 class Answer:
-    """The answer to one request. Use `whole` or `stream`, once. `started` is when the request arrived, `transfer` what
-    a whole answer says of where its KV is to be had."""
+    """The answer to one request. Use `whole` or `stream`, once. `name` is its id, `started` when the request arrived,
+    `transfer` what a whole answer says of where its KV is to be had. `told` of every `candidates` choices of a prompt
+    are told, those whose tokens were the likeliest on average."""
 
     choices: list[Choice]
     shape: Shape
     prompt_tokens: int
     metrics: Metrics
     include_usage: bool
+    name: str = ""
+    candidates: int = 1
+    told: int = 1
     started: float = field(default_factory=time.perf_counter)
     transfer: dict[str, object] | None = None
-    _seen: bool = False
+    _first_after_s: float | None = None
 
     def usage(self) -> Usage:
         """Counts so far. A prompt that several choices share is counted once: it is computed once."""
@@ -40,12 +48,24 @@ class Answer:
 
     async def whole(self) -> dict[str, object]:
         """The answer once all choices are done. Raises ApiError."""
-        gathered = [Gathered() for _ in self.choices]
+        prompts = [unpack_tokens(choice.call.prompt) for choice in self.choices]
+        gathered = [Gathered(prompt=prompt) for prompt in prompts]
         async with aclosing(self._deltas()) as deltas:
             async for index, delta in deltas:
                 gathered[index].add(delta)
+        for got, choice in zip(gathered, self.choices, strict=True):
+            got.scores = [score for _, score in sorted(choice.leader.scores.items())]
+        if self.told < self.candidates:
+            gathered = self._best(gathered)
         body = self.shape.whole(gathered, self.usage())
         return body if self.transfer is None else body | {"kv_transfer_params": self.transfer}
+
+    def _best(self, gathered: list[Gathered]) -> list[Gathered]:
+        best: list[Gathered] = []
+        for at in range(0, len(gathered), self.candidates):
+            ranked = sorted(gathered[at : at + self.candidates], key=lambda got: -got.likelihood)
+            best += ranked[: self.told]
+        return best
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events. Raises ApiError only before the first one; a later failure is an event itself."""
@@ -75,9 +95,9 @@ class Answer:
         try:
             async with aclosing(self._merged()) as merged:
                 async for item in merged:
-                    if not self._seen:
-                        self._seen = True
-                        self.metrics.ttft.observe(time.perf_counter() - self.started)
+                    if self._first_after_s is None:
+                        self._first_after_s = time.perf_counter() - self.started
+                        self.metrics.ttft.observe(self._first_after_s)
                     yield item
         finally:
             for choice in self.choices:
@@ -109,6 +129,11 @@ class Answer:
 
     def _count(self) -> None:
         usage = self.usage()
+        log.info(
+            "%s: %d prompt tokens (%d cached), %d output tokens in %.3f s, the first after %.3f s", self.name,
+            usage.prompt, usage.cached, usage.completion, time.perf_counter() - self.started,
+            -1 if self._first_after_s is None else self._first_after_s,
+        )  # fmt: skip
         self.metrics.prompt_tokens.inc(usage.prompt)
         self.metrics.output_tokens.inc(usage.completion)
         for choice in self.choices:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from fastapi import FastAPI, Request
@@ -27,7 +28,15 @@ GREETING_S = 1.0
 CLIENT_GONE = 499
 """Nobody sees this status; it keeps abandoned requests apart in the metrics."""
 
+REQUEST_ID = "X-Request-Id"
+NAME = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
+
 Handler = Callable[[Request, Tenant], Awaitable[Response]]
+
+
+def name_of(given: str | None) -> str:
+    """A client's own name for its request, if it is one that logs can show; else none."""
+    return given if given is not None and NAME.fullmatch(given) else ""
 
 
 def make_app(service: ApiService, keys: Keys) -> FastAPI:
@@ -115,22 +124,25 @@ class _Routes:
 
     async def completions(self, request: Request, tenant: Tenant) -> Response:
         body = parse(await body_of(request), CompletionBody)
-        return await self._respond(request, await self._service.completion(body, tenant), body.stream)
+        answer = await self._service.completion(body, tenant, name_of(request.headers.get(REQUEST_ID)))
+        return await self._respond(request, answer, body.stream)
 
     async def chat(self, request: Request, tenant: Tenant) -> Response:
         body = parse(await body_of(request), ChatBody)
-        return await self._respond(request, await self._service.chat_completion(body, tenant), body.stream)
+        answer = await self._service.chat_completion(body, tenant, name_of(request.headers.get(REQUEST_ID)))
+        return await self._respond(request, answer, body.stream)
 
     async def _respond(self, request: Request, answer: Answer, stream: bool | None) -> Response:
+        named = {REQUEST_ID: answer.name}
         if not stream:
-            return json_response(await unless_gone(request.receive, answer.whole()))
+            return json_response(await unless_gone(request.receive, answer.whole()), headers=named)
         events = answer.stream()
         try:
             first = await unless_gone(request.receive, anext(events))
         except BaseException:
             await events.aclose()
             raise
-        return EventStream(first, events)
+        return EventStream(first, events, named)
 
     async def tokenize(self, request: Request, tenant: Tenant) -> Response:
         tokens = await self._service.tokenize(parse(await body_of(request), TokenizeBody))

@@ -8,14 +8,12 @@ nobody has heard of is refused too: it may be a misspelt one.
 from __future__ import annotations
 
 import re
-import secrets
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from forebay.tiers.p2p.transfer_params import TransferParams, read_params
 from forebay.workers.api.errors import ApiError, bad
-from forebay.workers.protocol import Sampling
 
 MAX_N = 16
 MAX_TOP_LOGPROBS = 20
@@ -23,7 +21,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1000
 MAX_PROMPTS = 64
 MAX_MESSAGES = 10_000
-SEED_BITS = 63
+MAX_TOOLS = 128
 CACHE_TTLS = {"5m": 300.0, "1h": 3600.0}
 RETAIN_S_MAX = 7 * 86400
 
@@ -33,20 +31,9 @@ TokenIds = list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
 Prompt = str | TokenIds
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "logit_bias": ({},),
-    "echo": (False,),
     "suffix": ("",),
-    "best_of": (1,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
 }
@@ -64,6 +51,16 @@ class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     type: str
     ttl: str = "5m"
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`structured_outputs`: what the answer must be, in one of these ways."""
+
+    json: Any = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,13 +91,18 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
-    # See NEUTRAL.
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
-    min_p: Any = None
-    min_tokens: Any = None
-    logit_bias: Any = None
+    # What changes the logits, or who goes first.
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    stop_token_ids: TokenIds | None = None
+    prompt_logprobs: int | None = None
+    priority: int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -112,19 +114,50 @@ class CompletionBody(Common, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     prompt: msgspec.Raw
     logprobs: int | None = None
-    echo: Any = None
+    echo: bool | None = None
     suffix: Any = None
-    best_of: Any = None
+    best_of: int | None = None
+
+
+class CalledFunction(msgspec.Struct, frozen=True):
+    """What a message's tool call calls; `arguments` is a JSON text."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class CalledTool(msgspec.Struct, frozen=True):
+    """A tool call in a message."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: str = "function"
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """One message. `content` is text, or parts of type `text`."""
+    """One message. `content` is text, or parts of type `text`; `tool_call_id` says which call a tool answers."""
 
     role: str
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
+
+
+class Function(msgspec.Struct, frozen=True):
+    """A function that a model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A tool that a model may call."""
+
+    type: str
+    function: Function
 
 
 class ChatBody(Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -134,13 +167,12 @@ class ChatBody(Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    parallel_tool_calls: Any = None
+    parallel_tool_calls: bool | None = None
     prediction: Any = None
-    tools: Any = None
+    tools: list[Tool] | None = None
     tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
-    response_format: Any = None
     modalities: Any = None
     reasoning_effort: Any = None
 
@@ -151,6 +183,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
+    tools: list[Tool] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
@@ -177,7 +210,7 @@ def _refusal(error: Exception, field: str | None = None) -> ApiError:
         return bad(f"unrecognised parameter {unknown[1]!r}; is it spelt right?", unknown[1])
     where = re.search(r"`\$\.?([^`\[.]*)", told)
     missing = re.search(r"required field `([^`]*)`", told)
-    named = field or (missing[1] if missing else where[1] if where else None)
+    named = field or (where[1] if where and where[1] else missing[1] if missing else None)
     return bad(f"{named or 'the body'} can't be used: {told}", named)
 
 
@@ -217,7 +250,7 @@ def stops_of(body: Common) -> list[str]:
 def retention_of(body: Common) -> float:
     """For how many seconds the request's chunks are to be kept, 0 for no longer than others. Raises ApiError 400."""
     seconds = 0.0 if body.retain_s is None else body.retain_s
-    _within("retain_s", seconds, 0, RETAIN_S_MAX)
+    within("retain_s", seconds, 0, RETAIN_S_MAX)
     control = body.cache_control
     if control is not None:
         if control.type != "ephemeral" or control.ttl not in CACHE_TTLS:
@@ -242,6 +275,18 @@ def choices_of(body: Common) -> int:
     return n
 
 
+def candidates_of(body: Common) -> int:
+    """How many answers are generated for a prompt: `n`, or `best_of` of which the best n are told. Raises ApiError."""
+    n, most = choices_of(body), body.best_of if isinstance(body, CompletionBody) else None
+    if most is None or most == n:
+        return n
+    if not n <= most <= MAX_N:
+        raise bad(f"best_of is {most}; it takes n ({n}) to {MAX_N}", "best_of")
+    if body.stream:
+        raise bad("best_of takes stream: false: which answers are the best is known at their end", "best_of")
+    return most
+
+
 def resumed_of(body: Common, choices: int, most: int) -> list[list[int]]:
     """What each choice has emitted elsewhere, before this request: the answer goes on after it. Raises ApiError 400."""
     if body.resume_token_ids is None:
@@ -257,36 +302,13 @@ def refuse_unsupported(body: Common) -> None:
     """Raise ApiError 400 for a field that would change the answer and isn't supported."""
     for name, neutral in NEUTRAL.items():
         value = getattr(body, name, None)
-        if value is None or value in neutral or (name == "best_of" and value == body.n):
+        if value is None or value in neutral:
             continue
         raise bad(f"{name} isn't supported; leave it out", name)
 
 
-def sampling_of(body: Common, *, wanted: int | None, default_tokens: int, logprobs: int | None) -> Sampling:
-    """Sampling of choice 0. The seed is drawn here if the request has none, so that a successor of a dead
-    worker draws the same tokens."""
-    temperature = 1.0 if body.temperature is None else body.temperature
-    top_p = 1.0 if body.top_p is None else body.top_p
-    top_k = 0 if body.top_k is None or body.top_k == -1 else body.top_k
-    _within("temperature", temperature, 0, 100)
-    _within("top_p", top_p, 0, 1)
-    if top_p == 0:
-        raise bad("top_p is 0; it takes more than 0 and at most 1", "top_p")
-    _within("top_k", top_k, 0, 1 << 30)
-    if logprobs is not None:
-        _within("logprobs", logprobs, 0, MAX_TOP_LOGPROBS)
-    if wanted is not None and not 1 <= wanted < 1 << 31:
-        raise bad(f"max_tokens is {wanted}; it takes at least 1, and no more than the context holds", "max_tokens")
-    if body.seed is not None:
-        _within("seed", body.seed, -(2**63), 2**63 - 1)
-    return Sampling(
-        max_tokens=default_tokens if wanted is None else wanted, temperature=temperature, top_p=top_p, top_k=top_k,
-        seed=secrets.randbits(SEED_BITS) if body.seed is None else body.seed % 2**SEED_BITS,
-        ignore_eos=body.ignore_eos, logprobs=logprobs,
-    )  # fmt: skip
-
-
-def _within(name: str, value: float, low: float, high: float) -> None:
+def within(name: str, value: float, low: float, high: float) -> None:
+    """Raise ApiError 400 for a number that does not lie there."""
     # NaN compares false with everything. An int may be too long to become a float, or to be printed.
     if not low <= value <= high:
         told = f"{value}" if isinstance(value, float) or value.bit_length() < 128 else "a number of many digits"
@@ -296,33 +318,10 @@ def _within(name: str, value: float, low: float, high: float) -> None:
 def chat_logprobs(body: ChatBody) -> int | None:
     """How many alternatives a token shows; None without `logprobs`. Raises ApiError 400."""
     if body.top_logprobs is not None:
-        _within("top_logprobs", body.top_logprobs, 0, MAX_TOP_LOGPROBS)
+        within("top_logprobs", body.top_logprobs, 0, MAX_TOP_LOGPROBS)
         if not body.logprobs:
             raise bad("top_logprobs needs logprobs: true", "top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None
-
-
-def texts_of(messages: list[ChatMessage] | None) -> list[dict[str, str]]:
-    """Messages as a chat template takes them: role and text. Raises ApiError 400."""
-    if not messages or len(messages) > MAX_MESSAGES:
-        raise bad(f"messages has {len(messages or ())} entries; it takes 1 to {MAX_MESSAGES}", "messages")
-    texts = []
-    for number, message in enumerate(messages):
-        if message.tool_calls or message.tool_call_id:
-            raise bad(f"messages[{number}]: tools aren't supported", "messages")
-        texts.append({"role": message.role, "content": _text_of(message.content, number)})
-    return texts
-
-
-def _text_of(content: str | list[dict[str, Any]] | None, number: int) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = []
-    for part in content:
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise bad(f"messages[{number}]: content takes text, or parts of type text", "messages")
-        parts.append(part["text"])
-    return "".join(parts)
 
 
 def too_large(limit: int) -> ApiError:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from forebay.errors import ProtocolError
 from forebay.kvstore.identity import pack_tokens
-from forebay.workers.protocol import FinishReason, Generate, Sampling, TokenOut
+from forebay.workers.protocol import FinishReason, Generate, Sampling, TokenOut, TokenScore
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,12 @@ class Call:
     held: bool = False
     retain_s: float = 0.0
     settled: bool = False
+    priority: int = 0
     attempt: int = 0
     emitted: array[int] = field(default_factory=lambda: array("I"))
     events: asyncio.Queue[TokenOut | Ended] = field(default_factory=asyncio.Queue)
     cached: dict[str, int] | None = None
+    scores: dict[int, TokenScore] = field(default_factory=dict)
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     ended: bool = False
     turned_away_at: float | None = None
@@ -50,13 +52,18 @@ class Call:
         return Generate(
             id=self.id, attempt=self.attempt, prompt=self.prompt, sampling=self.sampling,
             emitted=pack_tokens(self.emitted), salt=self.salt, tenant=self.tenant,
-            retain_s=self.retain_s, settled=self.settled,
+            retain_s=self.retain_s, settled=self.settled, priority=self.priority,
         )  # fmt: skip
 
     def began(self, attempt: int, cached: dict[str, int]) -> None:
         """The worker knows what was cached. Only the first attempt counts: later ones find their own work."""
         if attempt == self.attempt and self.cached is None:
             self.cached = cached
+
+    def scored(self, attempt: int, start: int, scores: list[TokenScore]) -> None:
+        """How likely the prompt's tokens from `start` on were. Of several attempts the last one is right as well."""
+        if attempt == self.attempt:
+            self.scores.update(enumerate(scores, start))
 
     def token(self, out: TokenOut) -> None:
         """A token of some attempt. Output of a dead attempt, and what was emitted already, is dropped.

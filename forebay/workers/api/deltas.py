@@ -2,46 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from forebay.workers.api.calls import Call, Ended
 from forebay.workers.api.errors import ApiError, bad, busy, unavailable
 from forebay.workers.api.link import BUSY, RETRY_AFTER_S, WorkerLink
 from forebay.workers.api.stops import StopFinder
-from forebay.workers.api.text import Codec
+from forebay.workers.api.text import Codec, Decoder
+from forebay.workers.api.tool_formats import ToolCall
+from forebay.workers.api.tools import ForcedFinder, Found, ToolFinder
 from forebay.workers.protocol import TokenOut
 
-ClientFinish = Literal["stop", "length"]
+ClientFinish = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one or several tokens add. `finish` is set on the last one. A `silent` one was said elsewhere already."""
+    """What one or several tokens add. `finish` is set on the last one. A `silent` one was said elsewhere already.
+    `calls` are whole calls of tools."""
 
     text: str
     tokens: tuple[TokenOut, ...] = ()
     finish: ClientFinish | None = None
     silent: bool = False
+    calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass
 class Choice:
     """One choice of one prompt: its call, and how its tokens become text. `leader` is the first choice of the
     same prompt: with its first token the others begin, and find the prompt computed. `resumed` are tokens that the
-    client has: they make text as ever, for what follows them, but aren't said again."""
+    client has: they make text as ever, for what follows them, but aren't said again. `ends` are the tokens that end
+    it, `tools` looks for calls, and `marks` are special tokens that are seen as text."""
 
     index: int
     call: Call
     link: WorkerLink
     codec: Codec
     stops: list[str]
-    eos_ids: frozenset[int]
+    ends: frozenset[int]
     leader: Call
     produced: int = 0
     resumed: tuple[int, ...] = ()
+    tools: ToolFinder | ForcedFinder | None = None
+    marks: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def leads(self) -> bool:
@@ -53,32 +60,49 @@ class Choice:
         try:
             for token in self.resumed:
                 self.produced += 1
-                ends = token in self.eos_ids and not self.call.sampling.ignore_eos
-                finder.feed("" if ends else decoder.feed([token]))
-                finish = self._resumed_finish(ends or finder.stopped)
+                found = self._find(finder.feed(self._text(decoder, token)))
+                finish = self._resumed_finish(token in self.ends or finder.stopped)
                 out = TokenOut(self.call.id, 0, self.produced - 1, token)
-                yield Delta("", (out,), silent=True)
+                yield Delta(found.text, (out,), silent=True, calls=found.calls)
                 if finish is not None:
                     # Its worker died between the last token and the end.
-                    yield Delta("" if finder.stopped else finder.feed(decoder.flush()) + finder.flush(), finish=finish)
+                    yield self._last("" if finder.stopped else finder.feed(decoder.flush()) + finder.flush(), finish)
                     return
             await self._begin()
             async with aclosing(self.call.outputs()) as outputs:
                 async for event in outputs:
                     if isinstance(event, Ended):
-                        text = finder.feed(decoder.flush())
-                        text += finder.flush()
-                        yield Delta(text, finish=_finish(event, finder.stopped))
+                        finish = _finish(event, finder.stopped)
+                        yield self._last(finder.feed(decoder.flush()) + finder.flush(), finish)
                         return
                     self.produced += 1
-                    ends = event.token in self.eos_ids and not self.call.sampling.ignore_eos
-                    text = finder.feed("" if ends else decoder.feed([event.token]))
+                    text = finder.feed(self._text(decoder, event.token))
                     if finder.stopped:
-                        yield Delta(text, (event,), "stop")
+                        yield self._last(text, "stop", (event,))
                         return
-                    yield Delta(text, (event,))
+                    found = self._find(text)
+                    yield Delta(found.text, (event,), calls=found.calls)
         finally:
             self.link.stop(self.call)
+
+    def _text(self, decoder: Decoder, token: int) -> str:
+        if token in self.ends:
+            return ""
+        if token in self.marks:
+            return decoder.flush() + self.marks[token]
+        return decoder.feed([token])
+
+    def _find(self, text: str) -> Found:
+        return Found(text) if self.tools is None else self.tools.feed(text)
+
+    def _last(self, text: str, finish: ClientFinish, tokens: tuple[TokenOut, ...] = ()) -> Delta:
+        """The end of the answer, with all that was held back."""
+        if self.tools is None:
+            return Delta(text, tokens, finish)
+        found, rest = self.tools.feed(text), self.tools.flush()
+        if finish == "stop" and self.tools.calls:
+            finish = "tool_calls"
+        return Delta(found.text + rest.text, tokens, finish, calls=found.calls + rest.calls)
 
     def _resumed_finish(self, stopped: bool) -> ClientFinish | None:
         if stopped:

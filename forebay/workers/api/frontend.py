@@ -25,19 +25,21 @@ from forebay.workers.api.link import WorkerLink
 from forebay.workers.api.metrics import Metrics
 from forebay.workers.api.service import ApiService
 from forebay.workers.api.text import Chat, Codec
+from forebay.workers.api.tool_formats import FORMATS, ToolFormat, format_of
 
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024
-STOP_S = 2
-"""How long streams may go on after SIGTERM. A supervisor that replaces us has a client's patience, no more."""
+STOP_S = 20.0
+"""How long streams may go on after SIGTERM, unless it is set."""
 ENDING_S = 2
-"""How long it may then take to tell their clients."""
+"""How long it may then take to tell the clients of those that go on still."""
 
 
 @dataclass(frozen=True)
 class FrontendConfig:
-    """Settings of one front end. `state_dir` keeps the secret from which tenants' salts are derived."""
+    """Settings of one front end. `state_dir` keeps the secret from which tenants' salts are derived; `shutdown_s` is
+    how long streams may go on after SIGTERM. `tool_call_parser` names a format, "auto" takes the chat template's."""
 
     worker: str
     model: Path
@@ -50,6 +52,8 @@ class FrontendConfig:
     give_up_s: float = 120.0
     listen_fd: int | None = None
     kv_address: Address | None = None
+    shutdown_s: float = STOP_S
+    tool_call_parser: str = "auto"
 
 
 def is_loopback(host: str) -> bool:
@@ -91,11 +95,18 @@ def run_frontend(config: FrontendConfig) -> int:
     with bound:
         codec, chat = load_text(config.model)
         link = WorkerLink(socket_path(config.worker), config.max_queue, config.give_up_s)
-        service = ApiService(link, codec, chat, Metrics(), config.label, config.kv_address)
+        tools = _tool_format(config, chat)
+        service = ApiService(link, codec, chat, Metrics(), config.label, config.kv_address, tools)
         bound.listen(BACKLOG)
         log.info("serving on http://%s:%d", config.host, config.port)
-        serve_app(make_app(service, keys), link, bound)
+        serve_app(make_app(service, keys), link, bound, config.shutdown_s)
     return 0
+
+
+def _tool_format(config: FrontendConfig, chat: Chat | None) -> ToolFormat | None:
+    if config.tool_call_parser != "auto":
+        return FORMATS[config.tool_call_parser]
+    return None if chat is None else format_of(chat.source)
 
 
 def load_text(model: Path) -> tuple[Codec, Chat | None]:
@@ -116,29 +127,33 @@ def _converted(model: Path) -> Path:
 
 
 class AppServer(uvicorn.Server):
-    """uvicorn, but answers that are still open when it stops are ended in order, not torn."""
+    """uvicorn, but answers that are open at its stop go on for `shutdown_s`; then they are ended in order, not torn."""
 
-    def __init__(self, app: ASGIApp, link: WorkerLink) -> None:
+    def __init__(self, app: ASGIApp, link: WorkerLink, shutdown_s: float) -> None:
         super().__init__(
             uvicorn.Config(
                 app, loop="uvloop", http="httptools", log_level="warning", access_log=False, server_header=False,
-                timeout_graceful_shutdown=STOP_S + ENDING_S,
+                timeout_graceful_shutdown=int(shutdown_s + ENDING_S + 1),
             )
         )  # fmt: skip
         self._link = link
+        self._shutdown_s = shutdown_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn: stop accepting, then wait for what is open."""
-        ending = asyncio.get_running_loop().call_later(STOP_S, self._link.end_all, "the server stops; try again")
+        if self._link.calls:
+            log.info("stopping: %d generations may go on for %.0f s", len(self._link.calls), self._shutdown_s)
+        loop = asyncio.get_running_loop()
+        ending = loop.call_later(self._shutdown_s, self._link.end_all, "the server stops; try again")
         try:
             await super().shutdown(sockets)
         finally:
             ending.cancel()
 
 
-def serve_app(app: ASGIApp, link: WorkerLink, listener: socket.socket) -> None:
+def serve_app(app: ASGIApp, link: WorkerLink, listener: socket.socket, shutdown_s: float = STOP_S) -> None:
     """Answer on a listening socket until SIGTERM or SIGINT."""
     # uvicorn raises the signal again once it has stopped, for others to hear; for us it is a clean end.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: None)
-    AppServer(app, link).run(sockets=[listener])
+    AppServer(app, link, shutdown_s).run(sockets=[listener])

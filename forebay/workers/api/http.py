@@ -81,8 +81,10 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache"})
+    def __init__(
+        self, first: bytes, events: AsyncGenerator[bytes, None], headers: dict[str, str] | None = None
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", **(headers or {})})
         del self.headers["content-length"]  # nobody knows it
         self._first, self._events = first, events
 

@@ -35,6 +35,7 @@ from forebay.workers.protocol import (
     FromWorker,
     GetWorkerStats,
     Outputs,
+    PromptScores,
     Sampling,
     Started,
     WorkerStats,
@@ -160,6 +161,9 @@ class WorkerLink:
             case Started():
                 if (call := self.calls.get(message.id)) is not None:
                     call.began(message.attempt, message.cached)
+            case PromptScores():
+                if (call := self.calls.get(message.id)) is not None:
+                    call.scored(message.attempt, message.start, message.scores)
             case Finished():
                 self._finished(message)
             case Description():
@@ -209,19 +213,22 @@ class WorkerLink:
 
     def start(
         self, prompt: bytes, sampling: Sampling, salt: bytes, tenant: str, *,
-        held: bool = False, retain_s: float = 0.0, settled: bool = False, emitted: Sequence[int] = (),
+        name: str = "", held: bool = False, retain_s: float = 0.0, settled: bool = False,
+        emitted: Sequence[int] = (), priority: int = 0,
     ) -> Call:  # fmt: skip
         """Begin a generation. Raises ApiError 503 if there never was a worker, 429 at the cap.
 
         A `held` one has its place, but is sent only by `release`. For `settled` see `Generate`. `emitted` are tokens
-        that it goes on from.
+        that it goes on from. Its id begins with `name`, by which logs know it.
         """
         if self.description is None:
             raise unavailable("no worker is ready yet; try again in a moment")
         if len(self.calls) >= self.max_calls:
             self.counters.refused += 1
             raise busy(f"{len(self.calls)} generations are under way already; try again later", RETRY_AFTER_S)
-        call = Call(secrets.token_hex(12), prompt, sampling, salt, tenant, held, retain_s, settled)
+        # A name may be the client's and come twice: what is told of one must never be taken for the other's.
+        unique = f"{name}.{secrets.token_hex(6)}" if name else secrets.token_hex(12)
+        call = Call(unique, prompt, sampling, salt, tenant, held, retain_s, settled, priority)
         if emitted:
             call.emitted.extend(emitted)
             call.begun.set()

@@ -18,29 +18,33 @@ from forebay.tiers.p2p.transfer_params import TransferParams, prefilled
 from forebay.workers.api.answers import Answer
 from forebay.workers.api.bodies import (
     ChatBody,
-    ChatMessage,
     Common,
     CompletionBody,
     Prompt,
     TokenizeBody,
+    candidates_of,
     chat_logprobs,
     choices_of,
     prompts_of,
     refuse_unsupported,
     resumed_of,
     retention_of,
-    sampling_of,
     stops_of,
-    texts_of,
     transfer_of,
 )
+from forebay.workers.api.conversation import described, messages_of
 from forebay.workers.api.deltas import Choice
 from forebay.workers.api.errors import ApiError, bad, unavailable
 from forebay.workers.api.keys import Tenant
 from forebay.workers.api.link import WorkerLink
 from forebay.workers.api.metrics import Metrics
+from forebay.workers.api.parameters import priority_of, sampling_of
 from forebay.workers.api.shapes import ChatShape, CompletionShape, Frame, Shape
+from forebay.workers.api.structured import grammar_of
 from forebay.workers.api.text import Chat, Codec
+from forebay.workers.api.tool_formats import ToolFormat
+from forebay.workers.api.tools import ForcedFinder, ToolFinder, ToolUse, tools_of
+from forebay.workers.generation import ends_of
 from forebay.workers.protocol import Description, Sampling
 
 COMPLETION_TOKENS = 16
@@ -54,7 +58,8 @@ CHARACTERS_A_TOKEN_MAX = 16
 @dataclass
 class ApiService:
     """One model behind one worker. `chat` is None for a base model; `label` "" takes the worker's name for it;
-    `kv_address` is where other hosts get what this one's store has, None for nowhere."""
+    `kv_address` is where other hosts get what this one's store has, None for nowhere. `tool_format` is how the model
+    calls tools, None if it can't."""
 
     link: WorkerLink
     codec: Codec
@@ -62,6 +67,15 @@ class ApiService:
     metrics: Metrics
     label: str
     kv_address: Address | None = None
+    tool_format: ToolFormat | None = None
+
+    def __post_init__(self) -> None:
+        """Which special tokens have to be seen for tools to be found."""
+        self._marks: dict[int, str] = {}
+        for mark in self.tool_format.marks if self.tool_format is not None else ():
+            ids = self.codec.encode(mark, add_bos=False)
+            if len(ids) == 1 and not self.codec.decode(ids):
+                self._marks[ids[0]] = mark
 
     @property
     def model(self) -> str:
@@ -77,31 +91,44 @@ class ApiService:
             raise unavailable("no worker is ready yet; try again in a moment")
         return self.link.description
 
-    async def completion(self, body: CompletionBody, tenant: Tenant) -> Answer:
-        """Start a completion. Raises ApiError."""
+    async def completion(self, body: CompletionBody, tenant: Tenant, name: str = "") -> Answer:
+        """Start a completion; `name` is the request's, if its client gave it one. Raises ApiError."""
         started = time.perf_counter()
         self.check_model(body.model)
         refuse_unsupported(body)
+        if body.echo and body.stream:
+            raise bad("echo takes stream: false", "echo")
         prompts = [await self._ids(prompt) for prompt in prompts_of(body)]
         left = max(1, self.worker.max_context - max(map(len, prompts)))
+        ranked = candidates_of(body) > choices_of(body) and body.logprobs is None
         sampling = sampling_of(
-            body, wanted=body.max_tokens, default_tokens=min(COMPLETION_TOKENS, left), logprobs=body.logprobs
-        )
-        shape = CompletionShape(self._frame("cmpl", body, body.logprobs))
-        return self._start(body, prompts, sampling, tenant, shape, started)
+            body, wanted=body.max_tokens, default_tokens=min(COMPLETION_TOKENS, left),
+            logprobs=0 if ranked else body.logprobs, vocab=self.worker.vocab_size,
+            grammar=await grammar_of(body, guided=self.worker.guided),
+        )  # fmt: skip
+        if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=body.logprobs)
+        frame = self._frame("cmpl", body, body.logprobs, name)
+        shape = CompletionShape(frame, bool(body.echo), body.prompt_logprobs is not None)
+        return self._start(body, prompts, sampling, tenant, shape, started, frame.id)
 
-    async def chat_completion(self, body: ChatBody, tenant: Tenant) -> Answer:
+    async def chat_completion(self, body: ChatBody, tenant: Tenant, name: str = "") -> Answer:
         """Start a chat completion. Raises ApiError; a base model has no chat template and says so."""
         started = time.perf_counter()
         self.check_model(body.model)
         refuse_unsupported(body)
-        prompt = await self.encode(self.render(body.messages), special=False)
+        use = tools_of(body, known=self.tool_format is not None)
+        prompt = await self.encode(self.render(body, use), special=False)
         wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         logprobs = chat_logprobs(body)
         left = max(1, self.worker.max_context - len(prompt))
-        sampling = sampling_of(body, wanted=wanted, default_tokens=left, logprobs=logprobs)
-        shape = ChatShape(self._frame("chatcmpl", body, logprobs))
-        return self._start(body, [prompt], sampling, tenant, shape, started)
+        grammar = await grammar_of(body, guided=self.worker.guided, tool_schema=use.forced if use is not None else None)
+        sampling = sampling_of(
+            body, wanted=wanted, default_tokens=left, logprobs=logprobs, vocab=self.worker.vocab_size, grammar=grammar
+        )
+        frame = self._frame("chatcmpl", body, logprobs, name)
+        shape = ChatShape(frame, body.prompt_logprobs is not None)
+        return self._start(body, [prompt], sampling, tenant, shape, started, frame.id, use)
 
     async def tokenize(self, body: TokenizeBody) -> list[int]:
         """Token ids of a text or a conversation. Raises ApiError."""
@@ -110,18 +137,23 @@ class ApiService:
             raise bad("give prompt or messages, one of them", "prompt")
         if body.prompt is not None:
             return await self.encode(body.prompt, special=body.add_special_tokens)
-        return await self.encode(self.render(body.messages, body.add_generation_prompt), special=False)
+        return await self.encode(self.render(body, None, body.add_generation_prompt), special=False)
 
-    def render(self, messages: list[ChatMessage] | None, add_generation_prompt: bool = True) -> str:
+    def render(
+        self, body: ChatBody | TokenizeBody, use: ToolUse | None, add_generation_prompt: bool = True
+    ) -> str:
         """The prompt of a conversation. Raises ApiError."""
-        texts = texts_of(messages)
+        messages = messages_of(body.messages)
+        shown = body.tools if body.tools and (use is None or use.shown) else ()
         try:
             if self.chat is None:
                 raise NoChatTemplate(
                     f"{self.model} is a base model without a chat template; use /v1/completions, or serve an "
                     "instruction-tuned model"
                 )
-            return self.chat.render(texts, add_generation_prompt=add_generation_prompt)
+            return self.chat.render(
+                messages, add_generation_prompt=add_generation_prompt, tools=described(shown)
+            )
         except ForebayError as error:
             raise bad(str(error), "messages") from error
 
@@ -150,41 +182,48 @@ class ApiService:
 
     def _start(
         self, body: Common, prompts: Sequence[list[int]], sampling: Sampling, tenant: Tenant, shape: Shape,
-        started: float,
+        started: float, name: str, use: ToolUse | None = None,
     ) -> Answer:  # fmt: skip
-        n, stops, salt = choices_of(body), stops_of(body), tenant.salt(body.cache_salt)
+        told, candidates, priority = choices_of(body), candidates_of(body), priority_of(body, tenant.id)
+        stops, salt = stops_of(body), tenant.salt(body.cache_salt)
         retain_s, asked = retention_of(body), transfer_of(body)
         transfer = None if self.kv_address is None else prefilled(asked, self.kv_address)
         self._count(asked)
         for prompt in prompts:
             self._check_prompt(prompt, sampling)
-        emitted = resumed_of(body, n * len(prompts), sampling.max_tokens)
+        emitted = resumed_of(body, candidates * len(prompts), sampling.max_tokens)
+        ends = ends_of(sampling, frozenset(self.worker.eos_ids))
         choices: list[Choice] = []
-        eos = frozenset(self.worker.eos_ids)
         try:
             for prompt in prompts:
-                packed = pack_tokens(prompt)
-                done = emitted[len(choices)]
-                leader = self.link.start(
-                    packed, sampling, salt, tenant.id, retain_s=retain_s, settled=transfer is not None, emitted=done
-                )
-                choices.append(
-                    Choice(len(choices), leader, self.link, self.codec, stops, eos, leader, resumed=tuple(done))
-                )
-                for number in range(1, n):
-                    other = msgspec.structs.replace(sampling, choice=number)
-                    done = emitted[len(choices)]
+                packed, leader = pack_tokens(prompt), None
+                for number in range(candidates):
+                    index = len(choices)
                     call = self.link.start(
-                        packed, other, salt, tenant.id, held=True, retain_s=retain_s, emitted=done
-                    )
+                        packed, _nth(sampling, number), salt, tenant.id, name=f"{name}.{index}",
+                        held=leader is not None, retain_s=retain_s, emitted=emitted[index], priority=priority,
+                        settled=transfer is not None and leader is None,
+                    )  # fmt: skip
+                    leader = leader or call
                     choices.append(
-                        Choice(len(choices), call, self.link, self.codec, stops, eos, leader, resumed=tuple(done))
+                        Choice(
+                            index, call, self.link, self.codec, stops, ends, leader, resumed=tuple(emitted[index]),
+                            tools=self._finder(use), marks={} if use is None else self._marks,
+                        )
                     )
         except ApiError:
             for choice in choices:
                 self.link.stop(choice.call)
             raise
-        return Answer(choices, shape, sum(map(len, prompts)), self.metrics, body.include_usage, started, transfer)
+        return Answer(
+            choices, shape, sum(map(len, prompts)), self.metrics, body.include_usage, name, candidates, told, started,
+            transfer,
+        )  # fmt: skip
+
+    def _finder(self, use: ToolUse | None) -> ToolFinder | ForcedFinder | None:
+        if use is None or not use.shown or self.tool_format is None:
+            return None
+        return ToolFinder(self.tool_format, use) if use.forced is None else ForcedFinder(use)
 
     def _count(self, asked: TransferParams) -> None:
         for party in ("decoder", "prefiller", "source"):
@@ -212,6 +251,13 @@ class ApiService:
     async def _ids(self, prompt: Prompt) -> list[int]:
         return prompt if isinstance(prompt, list) else await self.encode(prompt, special=True)
 
-    def _frame(self, prefix: str, body: Common, logprobs: int | None) -> Frame:
-        name = f"{prefix}-{secrets.token_hex(12)}"
-        return Frame(name, self.model, self.codec, logprobs, body.return_token_ids)
+    def _frame(self, prefix: str, body: Common, logprobs: int | None, name: str) -> Frame:
+        named = f"{prefix}-{name or secrets.token_hex(12)}"
+        return Frame(named, self.model, self.codec, logprobs, body.return_token_ids)
+
+
+def _nth(sampling: Sampling, number: int) -> Sampling:
+    """The sampling of one of several choices. What is said of the prompt is said once."""
+    if number == 0:
+        return sampling
+    return msgspec.structs.replace(sampling, choice=number, prompt_logprobs=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,8 @@ import msgspec
 
 from forebay.workers.api.deltas import Delta
 from forebay.workers.api.text import Codec
-from forebay.workers.protocol import TokenOut
+from forebay.workers.api.tool_formats import ToolCall
+from forebay.workers.protocol import TokenOut, TokenScore
 
 DONE = b"data: [DONE]\n\n"
 
@@ -40,16 +42,27 @@ class Usage:
 
 @dataclass
 class Gathered:
-    """A whole choice, for answers that aren't streamed."""
+    """A whole choice, for answers that aren't streamed. `prompt` and `scores` are its prompt's ids, and how likely
+    those from the second on were, if that was asked for."""
 
     text: str = ""
     tokens: list[TokenOut] = field(default_factory=list)
     finish: str | None = None
+    calls: list[ToolCall] = field(default_factory=list)
+    prompt: Sequence[int] = ()
+    scores: Sequence[TokenScore] = ()
+
+    @property
+    def likelihood(self) -> float:
+        """Mean logprob of its tokens: which of several answers is the best."""
+        logprobs = [out.logprob for out in self.tokens if out.logprob is not None]
+        return sum(logprobs) / len(logprobs) if logprobs else float("-inf")
 
     def add(self, delta: Delta) -> None:
         """Append what came."""
         self.text += delta.text
         self.tokens.extend(delta.tokens)
+        self.calls.extend(delta.calls)
         self.finish = delta.finish or self.finish
 
 
@@ -94,11 +107,27 @@ def _by_name(codec: Codec, top: Sequence[tuple[int, float]]) -> dict[str, float]
     return named
 
 
+def _prompt_scores(codec: Codec, got: Gathered) -> list[dict[str, Any] | None]:
+    """`prompt_logprobs`: for each token of the prompt the likeliest and itself, by id; the first has none."""
+    told: list[dict[str, Any] | None] = [None]
+    for token, scored in zip(got.prompt[1:], got.scores, strict=False):
+        entry = {
+            str(other): {"logprob": value, "rank": rank, "decoded_token": codec.token(other)}
+            for rank, (other, value) in enumerate(scored.top, 1)
+        }
+        entry[str(token)] = {"logprob": scored.logprob, "rank": scored.rank, "decoded_token": codec.token(token)}
+        told.append(entry)
+    return told
+
+
 @dataclass
 class CompletionShape(Shape):
-    """`/v1/completions`. Keeps each choice's text offset, which its logprobs count from."""
+    """`/v1/completions`. Keeps each choice's text offset, which its logprobs count from. With `echo` the prompt comes
+    before the answer, `prompt_logprobs` tells of it."""
 
     frame: Frame
+    echo: bool = False
+    prompt_logprobs: bool = False
     offsets: dict[int, int] = field(default_factory=dict)
 
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -111,8 +140,23 @@ class CompletionShape(Shape):
         return self.frame.around("text_completion", [], usage=usage.body())
 
     def whole(self, choices: Sequence[Gathered], usage: Usage) -> dict[str, Any]:
-        listed = [self._choice(i, c.text, c.tokens, c.finish) for i, c in enumerate(choices)]
+        listed = list(map(self._whole, range(len(choices)), choices))
         return self.frame.around("text_completion", listed, usage=usage.body())
+
+    def _whole(self, index: int, got: Gathered) -> dict[str, Any]:
+        codec = self.frame.codec
+        text, tokens = got.text, got.tokens
+        if self.echo:
+            text = codec.decode(got.prompt) + text
+            tokens = [*_as_outputs(got), *tokens]
+        choice = self._choice(index, text, tokens, got.finish)
+        if self.echo and self.frame.logprobs is not None and got.prompt:
+            choice["logprobs"]["top_logprobs"][0] = None
+        if self.echo and self.frame.token_ids:
+            choice["token_ids"] = [out.token for out in got.tokens]
+        if self.prompt_logprobs:
+            choice["prompt_logprobs"] = _prompt_scores(codec, got)
+        return choice
 
     def _choice(self, index: int, text: str, tokens: Sequence[TokenOut], finish: str | None) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
@@ -138,11 +182,20 @@ class CompletionShape(Shape):
         }
 
 
+def _as_outputs(got: Gathered) -> list[TokenOut]:
+    """A prompt's tokens in the form of an answer's."""
+    first = [TokenOut("", 0, 0, got.prompt[0])] if got.prompt else []
+    rest = zip(got.prompt[1:], got.scores, strict=False)
+    return first + [TokenOut("", 0, 0, token, scored.logprob, scored.top) for token, scored in rest]
+
+
 @dataclass
 class ChatShape(Shape):
-    """`/v1/chat/completions`."""
+    """`/v1/chat/completions`. `called` counts each choice's calls of tools so far."""
 
     frame: Frame
+    prompt_logprobs: bool = False
+    called: dict[int, int] = field(default_factory=dict)
 
     def opening(self, index: int) -> dict[str, Any] | None:
         delta = {"role": "assistant", "content": ""}
@@ -151,7 +204,11 @@ class ChatShape(Shape):
         )
 
     def chunk(self, index: int, delta: Delta) -> dict[str, Any]:
-        content = {"content": delta.text} if delta.text or not delta.finish else {}
+        content: dict[str, Any] = {"content": delta.text} if delta.text or not (delta.finish or delta.calls) else {}
+        if delta.calls:
+            first = self.called.get(index, 0)
+            self.called[index] = first + len(delta.calls)
+            content["tool_calls"] = [{"index": at, **_call(call)} for at, call in enumerate(delta.calls, first)]
         choice = {
             "index": index, "delta": content, "logprobs": self._logprobs(delta.tokens), "finish_reason": delta.finish,
         }  # fmt: skip
@@ -165,14 +222,19 @@ class ChatShape(Shape):
     def whole(self, choices: Sequence[Gathered], usage: Usage) -> dict[str, Any]:
         listed = []
         for index, got in enumerate(choices):
-            message = {"role": "assistant", "content": got.text, "refusal": None}
+            message: dict[str, Any] = {"role": "assistant", "content": got.text, "refusal": None}
+            if got.calls:
+                message |= {"content": got.text or None, "tool_calls": list(map(_call, got.calls))}
             choice = {
                 "index": index, "message": message, "logprobs": self._logprobs(got.tokens), "finish_reason": got.finish,
             }  # fmt: skip
             if self.frame.token_ids:
                 choice["token_ids"] = [out.token for out in got.tokens]
             listed.append(choice)
-        return self.frame.around("chat.completion", listed, usage=usage.body())
+        body = self.frame.around("chat.completion", listed, usage=usage.body())
+        if self.prompt_logprobs:
+            body["prompt_logprobs"] = _prompt_scores(self.frame.codec, choices[0])
+        return body
 
     def _logprobs(self, tokens: Sequence[TokenOut]) -> dict[str, Any] | None:
         if self.frame.logprobs is None:
@@ -185,3 +247,8 @@ class ChatShape(Shape):
         if top is not None:
             entry["top_logprobs"] = [self._entry(other, value, None) for other, value in top]
         return entry
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}

@@ -25,7 +25,7 @@ class StopFinder:
         if found:
             self.stopped = True
             return self._held[: min(found)]
-        keep = max(_overlap(self._held, stop) for stop in self.stops)
+        keep = max(overlap(self._held, stop) for stop in self.stops)
         ready, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return ready
 
@@ -35,7 +35,7 @@ class StopFinder:
         return "" if self.stopped else rest
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that begins `stop` without being all of it."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Decoder(Protocol):
@@ -33,7 +33,12 @@ class Codec(Protocol):
 
 
 class Chat(Protocol):
-    """A chat template."""
+    """A chat template. `source` is its text."""
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
+    source: str
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:  # fmt: skip
         """The prompt of a conversation. Raises ForebayError with a message for the client."""
