@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     everyone, took, cpu = np.ones(given.workers, np.bool_), [], []
     for number in range(given.decisions):
         # A prompt of its own: it remembers its keys.
-        prompt, now = replace(prompts[number % len(prompts)], _known={}), 10.0 * number
+        prompt, now = replace(prompts[number % len(prompts)], _known={}), 0.05 * number
         started, begun = time.perf_counter(), time.process_time()
         decision = routing.decide(prompt, now, everyone)
         took.append(time.perf_counter() - started)

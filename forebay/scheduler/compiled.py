@@ -42,6 +42,8 @@ _WAYS, _WAY_BITS = 8, 3
 _TAKEN_SET = 0xFFFFFFFF
 """No set's number."""
 _TIERS, _TIER_BITS = 4, 2
+_NESTED_MAX = 1 << 12
+"""Runs of nested sets that are told apart; there can't be more than workers, plus one."""
 _KEPT = 0b0110
 """Tiers of a store that others can fetch from: its memory and its disk."""
 _USUAL = 16
@@ -260,6 +262,45 @@ def match(flat: Any, passed: Any, sets: Any, shift: Any, keys: Any, kind_of: Any
     for kind in range(kinds):
         kind_of[distinct[kind]] = -1
     return blocks, starts[:runs], which[:runs], first[:kinds], distinct[:kinds]
+
+
+@_inlined
+def _set_at(flat: Any, passed: Any, sets: Any, shift: Any, keys: Any, at: Any) -> Any:
+    """The set of one key, -1 where it isn't there or there is no such place."""
+    number = np.int64(-1)
+    if at < keys.size:
+        key = _named(keys[at])
+        slot = _look(flat, passed, _home(key, shift), key)
+        if slot >= 0:
+            number = np.int64(sets[slot])
+    return number
+
+
+@_compiled(_MATCH(_U8S, _U4S, _U4S, _U8, _KEYS))
+def match_nested(flat: Any, passed: Any, sets: Any, shift: Any, keys: Any) -> Any:
+    """As `match`, where each block's holders are among those of the block before it: two equal sets have no other one
+    between them. So a run's end is found by doubling steps and halving them."""
+    starts, which = np.empty(_NESTED_MAX, np.int64), np.empty(_NESTED_MAX, np.int64)
+    first, distinct = np.empty(_NESTED_MAX, np.int64), np.empty(_NESTED_MAX, np.int64)
+    runs, at = 0, np.int64(0)
+    number = _set_at(flat, passed, sets, shift, keys, at)
+    while number >= 0 and runs < _NESTED_MAX:
+        starts[runs], which[runs], first[runs], distinct[runs] = at, runs, at, number
+        runs += 1
+        begin, step = at, np.int64(1)
+        while _set_at(flat, passed, sets, shift, keys, begin + step) == number:
+            begin += step
+            step *= 2
+        end = begin + step  # the run's last block is in [begin, end)
+        while end - begin > 1:
+            middle = (begin + end) // 2
+            if _set_at(flat, passed, sets, shift, keys, middle) == number:
+                begin = middle
+            else:
+                end = middle
+        at = end
+        number = _set_at(flat, passed, sets, shift, keys, at)
+    return at, starts[:runs], which[:runs], first[:runs], distinct[:runs]
 
 
 # --- who has how much (see `reach`) --------------------------------------------------------------------------

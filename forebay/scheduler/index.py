@@ -106,10 +106,14 @@ class PrefixIndex:
         holds[self._sets.containing(holder)] = True
         return self._move(np.flatnonzero(holds[self._table.columns[0]]), holder, add=False)
 
-    def match(self, keys: Keys) -> PrefixMatch:
-        """What is known of a prompt with these keys, in their order. Changes nothing."""
+    def match(self, keys: Keys, *, nested: bool = False) -> PrefixMatch:
+        """What is known of a prompt with these keys, in their order. Changes nothing.
+
+        `nested` promises that whoever holds a block holds all blocks before it, of every prompt (and that holders are
+        fewer than 4,096): then few of them have to be looked up.
+        """
         if compiled_loops() is not None:
-            return self._match_compiled(keys)
+            return self._match_compiled(keys, nested)
         ids = self._known(keys)
         blocks = ids.size
         changes = np.empty(blocks, np.bool_)
@@ -136,8 +140,10 @@ class PrefixIndex:
             rehashes=self._table.rehashes,
         )  # fmt: skip
 
-    def _match_compiled(self, keys: Keys) -> PrefixMatch:
-        blocks, starts, which, first, distinct = self._table.match(keys, self._scratch())
+    def _match_compiled(self, keys: Keys, nested: bool) -> PrefixMatch:
+        table = self._table
+        found = table.match_nested(keys) if nested else table.match(keys, self._scratch())
+        blocks, starts, which, first, distinct = found
         return PrefixMatch(blocks, starts, which, first, self._sets.listed(distinct.tolist()))
 
     def _scratch(self) -> npt.NDArray[np.int64]:

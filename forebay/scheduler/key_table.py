@@ -76,6 +76,10 @@ class KeyTable:
         """Compiled alone: see `compiled.match`. The sets are the first column's."""
         return compiled_loops().match(self._flat, self._passed, self.columns[0], self._shift, keys, kind_of)
 
+    def match_nested(self, keys: Keys) -> Any:
+        """Compiled alone: see `compiled.match_nested`."""
+        return compiled_loops().match_nested(self._flat, self._passed, self.columns[0], self._shift, keys)
+
     def insert(self, keys: Keys) -> Slots:
         """The slot of each key, made where there was none (its columns are then 0). May resize."""
         if compiled_loops() is not None:

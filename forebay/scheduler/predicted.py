@@ -13,6 +13,8 @@ from forebay.scheduler.index import PrefixIndex
 from forebay.scheduler.key_table import Keys
 from forebay.scheduler.reach import leading_of
 
+WORKERS_MAX = 1 << 12
+
 
 class Predicted:
     """Predictions of `workers` workers, at most `max_blocks` in each generation (full: the older one goes early).
@@ -21,6 +23,7 @@ class Predicted:
     """
 
     def __init__(self, workers: int, *, ttl_s: float = 5.0, max_blocks: int = 1 << 20) -> None:
+        assert workers < WORKERS_MAX, workers
         self.workers, self.ttl_s, self.max_blocks = workers, ttl_s, max_blocks
         self._young, self._old = PrefixIndex(), PrefixIndex()
         self._born = 0.0
@@ -44,7 +47,9 @@ class Predicted:
         if not self.ttl_s:
             return np.zeros(self.workers, np.int64)
         self._turn(now)
-        young, old = (leading_of(index.match(keys), self.workers) for index in (self._young, self._old))
+        # Prompts are added from their first block on, and go as a whole.
+        matches = (index.match(keys, nested=True) for index in (self._young, self._old))
+        young, old = (leading_of(match, self.workers) for match in matches)
         return np.maximum(young, old)
 
     def forget(self, worker: int) -> None:

@@ -52,6 +52,26 @@ def test_one_form_goes_on_with_the_tables_of_the_other(plan: list[tuple[bool, st
 
 
 @needs_numba
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3), st.integers(0, 70), st.booleans()), max_size=20),
+    st.integers(0, 3), st.integers(0, 70),
+)  # fmt: skip
+def test_a_nested_match_is_the_match(plan: list[tuple[int, int, int, bool]], asked: int, length: int) -> None:
+    """Prompts that share beginnings, each stored from its first block on, and holders that go as a whole."""
+    prompts = [u64([*range(1, 1 + 20 * number), *range(1000 * number + 1, 1000 * number + 60)]) for number in range(4)]
+    index = PrefixIndex()
+    for holder, number, blocks, goes in plan:
+        if goes:
+            index.drop(holder)
+        else:
+            index.stored(holder, prompts[number][:blocks])
+    keys = prompts[asked][:length]
+    plain, nested = index.match(keys), index.match(keys, nested=True)
+    assert nested.blocks == plain.blocks and nested.lengths() == plain.lengths()
+    assert nested.starts.tolist() == plain.starts.tolist() and nested.first.tolist() == plain.first.tolist()
+
+
+@needs_numba
 @given(st.integers(0, 2**32))
 def test_keys_are_the_same_numbers(seed: int) -> None:
     rng = np.random.default_rng(seed)
