@@ -16,7 +16,7 @@ from forebay.workers.api.bodies import Common, StructuredOutputs
 from forebay.workers.api.errors import ApiError, bad
 from forebay.workers.guiding import GRAMMAR_CHARACTERS_MAX, load_library
 
-SPACE = r"[ \n]{0,16}"
+SPACE = r"[ \n]{0,8}"
 """Between the parts of a JSON text. Bounded: a weak model would fill its answer with nothing else."""
 CHOICES_MAX = 256
 
