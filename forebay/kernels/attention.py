@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.batch import BLOCK_TOKENS, NO_BLOCK, Batch, SequenceSpan
+from forebay.kernels.dispatch import dispatch
+from forebay.kernels.paged import Scores
 
 TILE_QUERIES = 128
 """Queries a prefill tile. Smaller wastes less on masked scores, larger makes better products."""
@@ -46,8 +48,13 @@ def paged_attention(
     `q` [T, heads, head_dim]; `heads` is a multiple of the pool's kv_heads. Returns [T, heads, head_dim] in the
     dtype of `q`. `window` counts visible positions, the query's own included. `sinks` [heads] are scores of a
     position without a value, which every query of that head sees beside its own. The batch's own K and V must have
-    been written before. Mutates nothing (index tensors are kept in the batch).
+    been written before. Mutates nothing (index tensors are kept in the batch). Runs as the Triton kernel where
+    `forebay.kernels.dispatch` says so.
     """
+    if dispatch().choose("attend", q, pool) == "triton":
+        from forebay.kernels import forms
+
+        return forms.paged_attention(q, pool, layer_in_group, batch, group, Scores(scale, softcap, window, sinks))
     plan = batch.once(("attention", group, window), lambda: _plan(batch, group, window, pool))
     if scale != 1.0:
         q = q * scale

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.batch import BLOCK_TOKENS
+from forebay.kernels.dispatch import dispatch
 
 
 def slot_rows(pool: Tensor, slots: Tensor) -> Tensor:
@@ -49,7 +50,11 @@ def gather_granules(pool: Tensor, block_ids: Sequence[int] | Tensor, out: Tensor
     """
     words, ids = _words(pool), _ids(block_ids)
     _check_granules(words, ids, out)
-    if pool.device.type == "cpu":
+    if _by_kernel(pool, out):
+        from forebay.kernels import forms
+
+        forms.move_granules(pool, ids, out, store=True)
+    elif pool.device.type == "cpu":
         torch.index_select(words, 0, ids, out=out.view(torch.int64))
     else:
         out.view(torch.int64).copy_(words.index_select(0, ids.to(pool.device)))
@@ -62,11 +67,20 @@ def scatter_granules(pool: Tensor, block_ids: Sequence[int] | Tensor, src: Tenso
     """
     words, ids = _words(pool), _ids(block_ids)
     _check_granules(words, ids, src)
+    if _by_kernel(pool, src):
+        from forebay.kernels import forms
+
+        forms.move_granules(pool, ids, src, store=False)
+        return
     first = int(ids[0]) if len(ids) else 0
     if torch.equal(ids, torch.arange(first, first + len(ids))):
         words[first : first + len(ids)].copy_(src.view(torch.int64))
     else:
         words.index_copy_(0, ids.to(pool.device), src.view(torch.int64).to(pool.device))
+
+
+def _by_kernel(pool: Tensor, side: Tensor) -> bool:
+    return dispatch().choose("move", side, pool.view(-1).view(torch.uint8)) == "triton"
 
 
 def _words(pool: Tensor) -> Tensor:

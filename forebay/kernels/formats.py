@@ -23,6 +23,7 @@ FP8_MAX = 448.0
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MX_BIAS = 127
 _MX_NAN = 255
+_E4M3_EXPONENT = 8
 _MINUS_ZERO = 0x80
 
 
@@ -50,7 +51,8 @@ def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scaled:
-    """`values` [T, k] in FP8 and the fp32 scales [T, ceil(k / 128)] that they are to be multiplied by."""
+    """`values` [T, k] in FP8 and the scales that they are to be multiplied by: fp32 [T, ceil(k / 128)], or of MX uint8
+    [T, k / 32]."""
 
     values: Tensor
     scales: Tensor
@@ -64,6 +66,22 @@ def quantise_rows(x: Tensor) -> Scaled:
     scales = torch.where(highest > 0, highest / FP8_MAX, 1.0)
     values = (groups / scales[..., None]).flatten(1)[:, : x.shape[1]]
     return Scaled(values.to(torch.float8_e4m3fn), scales)
+
+
+def quantise_mx(x: Tensor) -> Scaled:
+    """`x` [T, k], k a multiple of 32, as FP8 (e4m3) with a scale for every 32 values of a row: a power of two, as uint8
+    [T, k / 32] exponents plus 127. Values that the scale leaves too large become the largest."""
+    groups = x.float().unflatten(1, (-1, MX_GROUP))
+    highest = groups.abs().amax(dim=-1).clamp_min(2.0**-120)
+    exponents = highest.log2().floor() - _E4M3_EXPONENT
+    values = torch.ldexp(groups, -exponents[..., None].to(torch.int32)).clamp(-FP8_MAX, FP8_MAX).flatten(1)
+    return Scaled(values.to(torch.float8_e4m3fn), (exponents + _MX_BIAS).clamp(0, _MX_NAN - 1).to(torch.uint8))
+
+
+def unscale_mx(scaled: Scaled) -> Tensor:
+    """The fp32 [T, k] that `quantise_mx` has made of its argument."""
+    powers = torch.ldexp(torch.ones(scaled.scales.shape), scaled.scales.to(torch.int32) - _MX_BIAS)
+    return scaled.values.float() * powers.repeat_interleave(MX_GROUP, dim=1)
 
 
 def as_fnuz(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:

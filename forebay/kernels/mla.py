@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.batch import BLOCK_TOKENS, NO_BLOCK, Batch, SequenceSpan
+from forebay.kernels.dispatch import dispatch
 
 TILE_QUERIES = 128
 """Queries a prefill tile: its scores are heads x 128 x context."""
@@ -40,6 +41,10 @@ def latent_attention(
     the weighted sum of latents, still to be projected to values. The batch's own rows must have been written before.
     Mutates nothing (index tensors are kept in the batch).
     """
+    if dispatch().choose("latent", q, pool) == "triton":
+        from forebay.kernels import forms
+
+        return forms.latent_attention(q, pool, layer_in_group, batch, group, scale, rank)
     plan = batch.once(("latent attention", group), lambda: _plan(batch, group, pool))
     q = q * scale
     out = q.new_empty(q.shape[0], q.shape[1], rank)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.batch import pack_batch
+from forebay.kernels.dispatch import dispatch
 from forebay.kvstore.identity import GroupGeometry, Namespace, check_namespace
 from forebay.models.base import CausalLM, ModelInfo
 from forebay.scheduler.batch import BatchScheduler
@@ -70,6 +71,7 @@ class Assembled:
     def stats(self) -> dict[str, float]:
         """Counters and gauges by dotted name. Callable from any thread; values may be a moment apart."""
         values = self.counters.values()
+        values.update(dispatch().figures())
         values.update(
             {
                 "requests.running": self.scheduler.running,

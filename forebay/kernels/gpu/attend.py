@@ -102,8 +102,8 @@ def attend_kernel(
     acc = tl.zeros((BLOCK_M, DIM_PAD), tl.float32)
     k_factor = tl.load(k_scale + kv) * scale if SCALED else scale
     v_factor = tl.load(v_scale + kv) if SCALED else 1.0
-    at, last = share(low // PAGE * PAGE, high, split, SPLITS, BLOCK_N)
-    while at < last:
+    begin_at, end_at = share(low // PAGE * PAGE, high, split, SPLITS, BLOCK_N)
+    for at in range(begin_at, end_at, BLOCK_N):
         token = at + tl.arange(0, BLOCK_N)
         block = tl.load(tables + sequence.to(tl.int64) * table_row + token // PAGE, mask=token < high, other=-1)
         # What no row of the piece sees may be anything: also as a value times zero.
@@ -119,7 +119,6 @@ def attend_kernel(
         weights, shrink, highest, total = absorb(tl.where(visible, scores, float("-inf")), highest, total)
         values = tl.load(pool + where + KV_HEADS * PAGE * DIM, mask=inside, other=0.0).to(queries.dtype)
         acc = acc * shrink[:, None] + tl.dot(weights.to(queries.dtype), values, input_precision="ieee")
-        at += BLOCK_N
     result = (split.to(tl.int64) * rows + at_q) * (KV_HEADS * SHARED) + head
     finish(
         out, lse, acc, highest, total, result[:, None] * DIM + d[None, :], result,

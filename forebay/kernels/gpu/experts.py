@@ -1,8 +1,8 @@
 """Products of experts' weights in one launch, over choices that are sorted by expert; activations; the sum of choices.
 
 Weights are plain, FP8 with a scale for each block of 128 x 128, or MXFP4. FP8 meets activations that are FP8 too, with
-a scale for each 128 of a row, or wider ones, to whose dtype it is widened. MXFP4 is unpacked here, or goes to the
-tensor cores as it is where they take it (`native`: sm_100 and gfx950).
+a scale for each 128 of a row, or wider ones, to whose dtype it is widened. MXFP4 is unpacked here, or, with
+activations in MXFP8, goes to the tensor cores as it is where they take it (sm_100 and gfx950).
 """
 # ruff: noqa: ANN001, ANN201  (what a kernel takes is told by its first line; Triton gives annotations another meaning)
 
@@ -67,7 +67,7 @@ def fp8_step(acc, x, x_scale, w, w_scale, n, k, first, ROWS_IN, N, K, mask_m, BO
 
 @triton.jit
 def mxfp4_step(
-    acc, x, w, w_scale, n, first, ROWS_IN, N, K, mask_m, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    acc, x, x_scale, w, w_scale, n, first, ROWS_IN, N, K, mask_m, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
     """The same for packed weights. K is a multiple of 32."""
@@ -79,8 +79,9 @@ def mxfp4_step(
     codes = tl.load(w + far * (K // 2) + packed[None, :], mask=inside & (packed[None, :] < K // 2), other=0)
     scales = tl.load(w_scale + far * (K // 32) + group[None, :], mask=inside & (group[None, :] < K // 32), other=127)
     if NATIVE:
-        kind: tl.constexpr = "bf16"
-        return tl.dot_scaled(left, None, kind, tl.trans(codes), scales, "e2m1", acc)
+        at = ROWS_IN[:, None] * (K // 32) + group[None, :]
+        powers = tl.load(x_scale + at, mask=mask_m[:, None] & (group[None, :] < K // 32), other=127)
+        return tl.dot_scaled(left, powers, "e4m3", tl.trans(codes), scales, "e2m1", acc)
     right = nibbles(codes, scales, BLOCK_N, BLOCK_K).to(left.dtype)
     return tl.dot(left, tl.trans(right), acc, input_precision="ieee")
 
@@ -112,7 +113,8 @@ def products_kernel(
         elif FORM <= FP8_BOTH:
             acc = fp8_step(acc, x, x_scale, w, w_scale, n, k, first, row, N, K, mine, FORM == FP8_BOTH)
         else:
-            acc = mxfp4_step(acc, x, w, w_scale, n, first, row, N, K, mine, BLOCK_N, BLOCK_K, FORM == MXFP4_NATIVE)
+            native: tl.constexpr = FORM == MXFP4_NATIVE
+            acc = mxfp4_step(acc, x, x_scale, w, w_scale, n, first, row, N, K, mine, BLOCK_N, BLOCK_K, native)
     if BIASED:
         acc += tl.load(bias + expert * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     if WEIGHTED:
@@ -165,16 +167,17 @@ class Sizes:
 
 def expert_products(
     x: Tensor | Scaled, stack: Stack, chosen: Tensor, order: Sorted, sizes: Sizes, *, dtype: torch.dtype,
-    weights: Tensor | None = None, native: bool = False,
+    weights: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See `forebay.kernels.experts.expert_products`; `order` is of `chosen`, its block `sizes.rows`. `dtype` is the
-    result's. `native`: MXFP4 and bf16 `x` as the tensor cores take them."""
+    result's. Scaled `x` goes with FP8 weights, and with MXFP4 if its scales are MX's."""
     values, x_scale = (x.values, x.scales) if isinstance(x, Scaled) else (x, None)
     assert values.is_contiguous() and stack.values.is_contiguous() and order.block == sizes.rows
     numel, n, k = chosen.numel(), stack.out_features, stack.in_features
     assert values.shape[1] == k and (not len(values) or numel % len(values) == 0), (values.shape, k, numel)
     out = torch.zeros(numel, n, dtype=dtype, device=values.device)
-    form = {"plain": PLAIN, "fp8": FP8 if x_scale is None else FP8_BOTH, "mxfp4": MXFP4_NATIVE if native else MXFP4}
+    scaled = x_scale is not None
+    form = {"plain": PLAIN, "fp8": FP8_BOTH if scaled else FP8, "mxfp4": MXFP4_NATIVE if scaled else MXFP4}
     scales = stack.scales
     if numel:
         products_kernel[(len(order.experts), triton.cdiv(n, sizes.columns))](
@@ -211,15 +214,12 @@ def sum_choices(given: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def mix(
-    x: Tensor, routes: Routes, up: Stack, down: Stack, act: Activation, sizes: Sizes, *, native: bool = False
-) -> Tensor:
+def mix(x: Tensor, routes: Routes, up: Stack, down: Stack, act: Activation, sizes: Sizes) -> Tensor:
     """See `forebay.kernels.experts.mix`: [T, n] in fp32, activations between in the dtype of `x`."""
     chosen = routes.experts.contiguous()
     order = sort_choices(chosen, up.values.shape[0], sizes.rows)
-    raised = expert_products(x, up, chosen, order, sizes, dtype=x.dtype, native=native)
+    raised = expert_products(x, up, chosen, order, sizes, dtype=x.dtype)
     weights = routes.weights.float().contiguous()
-    given = expert_products(
-        activate(raised, act), down, chosen, order, sizes, dtype=torch.float32, weights=weights, native=native
-    )
+    active = activate(raised, act)
+    given = expert_products(active, down, chosen, order, sizes, dtype=torch.float32, weights=weights)
     return sum_choices(given, chosen.shape[1], torch.float32)

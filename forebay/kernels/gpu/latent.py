@@ -45,8 +45,8 @@ def latent_kernel(
     highest = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
     acc = tl.zeros((BLOCK_H, RANK_PAD), tl.float32)
-    at, last = share(0, high, split, SPLITS, BLOCK_N)
-    while at < last:
+    begin_at, end_at = share(0, high, split, SPLITS, BLOCK_N)
+    for at in range(begin_at, end_at, BLOCK_N):
         token = at + tl.arange(0, BLOCK_N)
         block = tl.load(tables + sequence.to(tl.int64) * table_row + token // PAGE, mask=token < high, other=-1)
         there = block >= 0
@@ -59,7 +59,6 @@ def latent_kernel(
         scores = tl.where(there[None, :] & mine[:, None], scores, float("-inf"))
         weights, shrink, highest, total = absorb(scores, highest, total)
         acc = acc * shrink[:, None] + tl.dot(weights.to(latent.dtype), rows_c, input_precision="ieee")
-        at += BLOCK_N
     result = (split.to(tl.int64) * rows + at_row) * heads + head
     finish(
         out, lse, acc, highest, total, result[:, None] * RANK + c[None, :], result,

@@ -43,21 +43,18 @@ def turn_kernel(
         right = right * c + left * s
         left = turned
     if head < HEADS:
-        kind = x.dtype.element_ty
-        tl.store(start + at_left, left.to(kind), mask=turning)
-        tl.store(start + at_right, right.to(kind), mask=turning)
-        tl.store(start + rest, still.to(kind), mask=resting)
+        tl.store(start + at_left, left.to(x.dtype.element_ty), mask=turning)
+        tl.store(start + at_right, right.to(x.dtype.element_ty), mask=turning)
+        tl.store(start + rest, still.to(x.dtype.element_ty), mask=resting)
     elif WRITE:
         # Rounded as a product's result would be, whatever the pool holds.
-        narrow = x.dtype.element_ty
-        kind = pool.dtype.element_ty
         slot = tl.load(slots + row)
         if slot >= 0:
             vector = head - HEADS  # K heads, then V heads, as in a block
             target = pool + slot // PAGE * block_row + layer_at + (vector * PAGE + slot % PAGE) * DIM
-            tl.store(target + at_left, left.to(narrow).to(kind), mask=turning)
-            tl.store(target + at_right, right.to(narrow).to(kind), mask=turning)
-            tl.store(target + rest, still.to(narrow).to(kind), mask=resting)
+            tl.store(target + at_left, left.to(x.dtype.element_ty).to(pool.dtype.element_ty), mask=turning)
+            tl.store(target + at_right, right.to(x.dtype.element_ty).to(pool.dtype.element_ty), mask=turning)
+            tl.store(target + rest, still.to(x.dtype.element_ty).to(pool.dtype.element_ty), mask=resting)
 
 
 def rotate_(x: Tensor, turn: Turn) -> None:

@@ -15,7 +15,7 @@ def _import_interpreted() -> None:
     """Triton's own helpers are made for the interpreter or for a compiler when they are imported. Who came before
     (torch brings it along) may have imported them for the other."""
     for name in list(sys.modules):
-        ours = name.startswith("forebay.kernels.gpu")
+        ours = name.startswith(("forebay.kernels.gpu", "forebay.kernels.forms"))
         if ours or name == "triton" or (name.startswith("triton.") and not name.startswith("triton._C")):
             del sys.modules[name]
     importlib.import_module("triton")

@@ -127,3 +127,13 @@ def test_no_tokens_are_answered() -> None:
     order = sort_choices(chosen, 4, SIZES.rows)
     found = gpu.expert_products(noise(0, 64), stack, chosen, order, SIZES, dtype=torch.float32)
     assert found.shape == (0, 48)
+
+
+def test_mxfp8_rows_come_back_within_a_sixteenth() -> None:
+    """Three bits of mantissa, and a largest value that the scale may cut."""
+    x = noise(5, 96, seed=1) * torch.logspace(-3, 3, 5)[:, None]
+    x[2, 32:64] = 0
+    found = formats.unscale_mx(formats.quantise_mx(x))
+    highest = x.unflatten(1, (-1, 32)).abs().amax(dim=-1).repeat_interleave(32, dim=1)
+    assert bool(((found - x).abs() <= x.abs() / 8 + highest * 2**-16).all())
+    assert not found[2, 32:64].any()
