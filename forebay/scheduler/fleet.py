@@ -76,11 +76,11 @@ class Fleet:
         return len(self.workers)
 
     def _set_rates(self, rates: Sequence[Rates]) -> None:
-        self.prefill_s: Seconds = np.array([rate.prefill_s for rate in rates])
-        self.attention: Seconds = np.array([rate.attention_tokens or np.inf for rate in rates])
-        self.load_s: Seconds = np.array([rate.load_s for rate in rates])
-        self.move_s: Seconds = np.array([rate.move_s for rate in rates])
-        self.latency_s: Seconds = np.array([rate.latency_s for rate in rates])
-        self.decode_slows: Seconds = np.array([rate.decode_slows for rate in rates])
+        self.prefill_s: Seconds = np.array([rate.prefill_s for rate in rates], np.float64)
+        self.attention: Seconds = np.array([rate.attention_tokens or np.inf for rate in rates], np.float64)
+        self.load_s: Seconds = np.array([rate.load_s for rate in rates], np.float64)
+        self.move_s: Seconds = np.array([rate.move_s for rate in rates], np.float64)
+        self.latency_s: Seconds = np.array([rate.latency_s for rate in rates], np.float64)
+        self.decode_slows: Seconds = np.array([rate.decode_slows for rate in rates], np.float64)
         self.overlaps: npt.NDArray[np.bool_] = np.array([rate.overlaps for rate in rates])
         self.all_overlap = bool(self.overlaps.all())

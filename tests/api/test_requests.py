@@ -25,8 +25,11 @@ def refusal(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("suffix", "x"), ("response_format", {"type": "json_object"}), ("structured_outputs", {"regex": "a+"})],
-)
+    [
+        ("suffix", "x"), ("skip_special_tokens", False), ("response_format", {"type": "json_object"}),
+        ("structured_outputs", {"regex": "a+"}),
+    ],
+)  # fmt: skip
 def test_what_would_change_the_answer_is_refused_by_name(front: Front, field: str, value: Any) -> None:
     assert front.worker is not None
     front.worker.guided = False
@@ -39,6 +42,7 @@ def test_what_would_change_the_answer_is_refused_by_name(front: Front, field: st
     [
         ("presence_penalty", 0), ("frequency_penalty", 0.0), ("logit_bias", None), ("echo", False), ("best_of", 1),
         ("user", "me"), ("metadata", {"a": "b"}), ("store", False), ("service_tier", "auto"), ("suffix", None),
+        ("no_stop_trim", False), ("skip_special_tokens", True), ("return_hidden_states", False),
     ],
 )  # fmt: skip
 def test_what_changes_nothing_is_ignored(front: Front, field: str, value: Any) -> None:

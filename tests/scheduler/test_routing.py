@@ -278,6 +278,12 @@ def test_workers_with_blocks_of_other_sizes_are_compared_in_tokens() -> None:
     assert decision.reach.device.tolist() == [160, 256] and decision.worker == 1
 
 
+def test_rates_may_be_whole_numbers() -> None:
+    world, asked = World(2, prefill_s=1, load_s=(0, 1, 2, 3), move_s=1, latency_s=0, attention_tokens=30_000), prompt()
+    world.hold("s0", Tier.HOST, asked, 10)
+    assert world.routing.decide(asked, 0.0, world.open).estimate.load_s.tolist() == [160.0, 160.0]
+
+
 def test_the_load_is_capped() -> None:
     load = Load(2, max_in_flight=3)
     tickets = [load.routed(0, 0.0, work_s=1.0, load_s=0.0, tokens=10) for _ in range(3)]

@@ -17,6 +17,8 @@ from forebay.workers.api.errors import ApiError, bad
 
 MAX_N = 16
 MAX_TOP_LOGPROBS = 20
+MAX_PROMPT_SCORES = 1 << 18
+"""Numbers that are told of one request's prompts: its tokens, times what is told of each."""
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1000
 MAX_PROMPTS = 64
@@ -36,6 +38,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
+    # What vllm-router and sglang-router put into every request.
+    "no_stop_trim": (False,),
+    "skip_special_tokens": (True,),
+    "return_hidden_states": (False,),
+    "continue_final_message": (False,),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "include_reasoning": (True,),
 }
 """Fields that aren't supported, and the values with which they change nothing."""
 
@@ -103,6 +113,10 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     priority: int | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
+    # Not supported: see NEUTRAL.
+    no_stop_trim: Any = None
+    skip_special_tokens: Any = None
+    return_hidden_states: Any = None
 
     @property
     def include_usage(self) -> bool:
@@ -175,6 +189,10 @@ class ChatBody(Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
     function_call: Any = None
     modalities: Any = None
     reasoning_effort: Any = None
+    continue_final_message: Any = None
+    separate_reasoning: Any = None
+    stream_reasoning: Any = None
+    include_reasoning: Any = None
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
