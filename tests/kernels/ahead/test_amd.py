@@ -1,0 +1,14 @@
+"""Every kernel compiles for AMD's devices, within budget. All configurations: `compile --check docs/kernels.md`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels.ahead.compiling import assert_within_budget
+
+pytest.importorskip("triton", reason="the package triton isn't installed: pip install 'forebay[triton]'")
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+def test_every_kernel_stays_within_its_budget(target: str) -> None:
+    assert_within_budget(target)
