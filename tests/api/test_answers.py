@@ -8,7 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from forebay.workers.api import service
 from tests.api.codec import BOS, VOCAB
 from tests.api.scripted import ScriptedWorker
 from tests.api.serving import Front
@@ -81,6 +84,13 @@ def test_an_echo_with_logprobs_scores_the_prompt_too(front: Front) -> None:
     assert told["text_offset"] == [0, 1, 2, 3, 4] and told["top_logprobs"][:2] == [None, {"}": -0.25}]
 
 
+def test_what_is_told_of_a_prompt_is_bounded(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "MAX_PROMPT_SCORES", 300)
+    assert front.complete([5] * 100, prompt_logprobs=2).status_code == 200
+    assert refusal(front.complete([5] * 101, prompt_logprobs=2))["param"] == "prompt_logprobs"
+    assert front.complete([5] * 101, prompt_logprobs=1).status_code == 200
+
+
 def test_neither_is_streamed(front: Front) -> None:
     for field, value in (("echo", True), ("prompt_logprobs", 0)):
         assert refusal(front.complete("|x", stream=True, **{field: value}))["param"] == field
@@ -148,6 +158,35 @@ def test_a_name_that_logs_can_not_show_is_replaced(front: Front, name: str) -> N
 def test_requests_with_priority_are_not_put_before_other_tenants(front: Front) -> None:
     assert front.complete("|x", priority=-100).status_code == 200
     assert refusal(front.complete("|x", priority=-101))["param"] == "priority"
+
+
+# --- anything --------------------------------------------------------------------------------------------
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(allow_nan=False), st.text(max_size=5),
+    st.lists(st.integers(-1, 400), max_size=3),
+    st.dictionaries(st.text(max_size=4), st.integers(-200, 200), max_size=3),
+    st.sampled_from(["auto", "required", {"type": "json_schema"}, {"type": "json_object"}, {"choice": ["a"]},
+                     {"regex": "["}, [{"type": "function", "function": {"name": "f"}}]]),
+)  # fmt: skip
+FIELDS = [
+    "min_p", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "best_of", "n",
+    "stop_token_ids", "prompt_logprobs", "priority", "response_format", "structured_outputs", "tools", "tool_choice",
+    "parallel_tool_calls", "echo", "logprobs", "stream",
+]  # fmt: skip
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_fields_hold_the_answer_is_one_or_names_what_is_wrong(front: Front, data: st.DataObject) -> None:
+    fields = data.draw(st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4))
+    for path, body in (
+        ("/v1/completions", {"prompt": "|ab", "max_tokens": 5}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "|ab"}], "max_tokens": 5}),
+    ):
+        answer = front.post(path, body | fields)
+        assert answer.status_code in (200, 400), (answer.status_code, fields, answer.text)
+        assert answer.status_code == 200 or answer.json()["error"]["message"]
 
 
 # --- the end -----------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from forebay.tiers.p2p.options import Address
 from forebay.tiers.p2p.transfer_params import TransferParams, prefilled
 from forebay.workers.api.answers import Answer
 from forebay.workers.api.bodies import (
+    MAX_PROMPT_SCORES,
     ChatBody,
     Common,
     CompletionBody,
@@ -232,6 +233,13 @@ class ApiService:
 
     def _check_prompt(self, prompt: list[int], sampling: Sampling) -> None:
         context, vocab = self.worker.max_context, self.worker.vocab_size
+        scores = len(prompt) * (1 + (sampling.prompt_logprobs or 0)) if sampling.prompt_logprobs is not None else 0
+        if scores > MAX_PROMPT_SCORES:
+            raise bad(
+                f"prompt_logprobs {sampling.prompt_logprobs} of {len(prompt)} tokens is more than the "
+                f"{MAX_PROMPT_SCORES} numbers that are told of one prompt; ask for fewer, or send less",
+                "prompt_logprobs",
+            )  # fmt: skip
         if not prompt:
             raise bad("prompt has no tokens; it takes at least one", "prompt")
         if max(prompt) >= vocab:

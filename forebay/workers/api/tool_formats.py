@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+_NAME = re.compile(r"[\w.\-]{1,256}")
+
 Schemas = Mapping[str, Mapping[str, Any]]
 """Each function's JSON schema of its parameters, by name."""
 
@@ -91,21 +93,34 @@ def _llama(body: str, schemas: Schemas) -> list[ToolCall] | None:
 
 
 def _glm(body: str, schemas: Schemas) -> list[ToolCall] | None:
-    name, _, rest = body.strip().partition("<arg_key>")
-    pairs = re.findall(r"(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?:\s*<arg_key>)?", rest, re.DOTALL)
-    if not re.fullmatch(r"[\w.\-]+", name.strip()) or (rest and not pairs):
+    name, rest = body.partition("<arg_key>")[0].strip(), body
+    keys, values = _between(rest, "<arg_key>", "</arg_key>"), _between(rest, "<arg_value>", "</arg_value>")
+    if not _NAME.fullmatch(name) or len(keys) != len(values) or ("<arg_key>" in rest and not keys):
         return None
-    schema = schemas.get(name.strip(), {})
-    return [ToolCall(name.strip(), written({key.strip(): _value(schema, key.strip(), text) for key, text in pairs}))]
+    schema = schemas.get(name, {})
+    arguments = {key.strip(): _value(schema, key.strip(), text) for key, text in zip(keys, values, strict=True)}
+    return [ToolCall(name, written(arguments))]
 
 
 def _minimax(body: str, schemas: Schemas) -> list[ToolCall] | None:
     calls = []
-    for name, inside in re.findall(r'<invoke name="?([^">]+)"?>(.*?)</invoke>', body, re.DOTALL):
-        pairs = re.findall(r'<parameter name="?([^">]+)"?>(.*?)</parameter>', inside, re.DOTALL)
-        schema = schemas.get(name, {})
-        calls.append(ToolCall(name, written({key: _value(schema, key, text) for key, text in pairs})))
+    for invoked in _between(body, "<invoke name=", "</invoke>"):
+        name, _, inside = invoked.partition(">")
+        schema, arguments = schemas.get(name.strip('"'), {}), {}
+        for given in _between(inside, "<parameter name=", "</parameter>"):
+            key, _, text = given.partition(">")
+            arguments[key.strip('"')] = _value(schema, key.strip('"'), text)
+        calls.append(ToolCall(name.strip('"'), written(arguments)))
     return calls or None
+
+
+def _between(text: str, opens: str, closes: str) -> list[str]:
+    """What stands between these marks, each time. Takes time in proportion to the text, whatever a model writes."""
+    found, at = list[str](), 0
+    while (start := text.find(opens, at)) >= 0 and (end := text.find(closes, start)) >= 0:
+        found.append(text[start + len(opens) : end])
+        at = end + len(closes)
+    return found
 
 
 def _value(schema: Mapping[str, Any], key: str, text: str) -> Any:
@@ -134,14 +149,13 @@ def _deepseek(body: str, schemas: Schemas) -> list[ToolCall] | None:
     if not separator:
         return None
     name, _, arguments = rest.partition("\n") if head.strip() == "function" else (head, "", rest)
-    fenced = re.fullmatch(r"\s*```(?:json)?\s*(.*?)\s*```\s*", arguments, re.DOTALL)
-    found = _object(fenced[1] if fenced else arguments)
+    found = _object(arguments.strip().removeprefix("```json").removesuffix("```"))
     return None if found is None or not name.strip() else [ToolCall(name.strip(), written(found))]
 
 
 def _harmony(body: str, schemas: Schemas) -> list[ToolCall] | None:
     head, separator, arguments = body.partition("<|message|>")
-    named = re.match(r"\s*([\w.\-]+)", head)
+    named = re.match(r"\s*([\w.\-]{1,256})", head)
     found = _object(arguments) if separator else None
     return None if named is None or found is None else [ToolCall(named[1], written(found))]
 

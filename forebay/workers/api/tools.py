@@ -126,7 +126,10 @@ class ToolFinder:
 
     def _feed_whole(self) -> Found:
         """A format without marks: all of the answer is calls if it begins with an object."""
+        if self._inside:
+            return Found()
         begun = self._clean(self._held).lstrip()
+        self._inside = not self._text_began and begun[:1] == "{"
         undecided = begun[:1] in ("", "{") or any(around.startswith(begun) for around in self.way.around)
         if not self._text_began and undecided:
             return Found()
