@@ -77,6 +77,7 @@ class Harness:
             Path("fake"), "unused", store="unix:///nowhere" if store is not None else None, **settings
         )
         self.answers: dict[RequestKey, Answer] = {}
+        self.ended: list[RequestKey] = []
         self._heard = threading.Condition()
         self._count = 0
         events = PoolEvents(None, None, "", "")
@@ -135,6 +136,7 @@ class Harness:
         elif isinstance(message, Finished):
             assert answer.finished is None, "Finished came twice"
             answer.finished = message
+            self.ended.append(RequestKey(connection, message.id, message.attempt))
 
     # --- what a front end does ---------------------------------------------------------------------------
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import re
 
 import pytest
 
@@ -402,3 +404,33 @@ def test_salts_share_nothing() -> None:
         w.ask(text(50), salt=b"a")
         assert w.ask(text(50), salt=b"b").cached == 0
         assert w.ask(text(50), salt=b"a").cached == 48
+
+
+def test_a_failed_load_wakes_an_idle_engine_and_becomes_compute() -> None:
+    store = FakeStore()
+    with worker(store, lookup_deadline_ms=50) as w:
+        store.hung = True
+        got = w.wait(w.submit(text(100), 4))  # nobody else says anything to this engine
+        store.hung = False
+    assert got.cached == 0 and got.tokens == cold(text(100))
+
+
+def test_of_those_that_wait_the_more_urgent_goes_first() -> None:
+    with worker(None, max_num_seqs=1) as w:
+        first = w.submit(text(10), 200)
+        wait_until("running", lambda: w.answers[first].tokens)
+        calm, urgent = w.submit(text(11), 60, priority=3), w.submit(text(12), 3)
+        w.wait(calm)
+        assert w.ended == [first, urgent, calm]
+
+
+def test_logs_know_requests_by_their_names(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG), worker(None, max_tokens=320, max_num_batched_tokens=48) as w:
+        for number in range(4):
+            w.submit(text(60, seed=number), 60, id=f"job-{number}")
+        w.wait(w.submit([1], 0, id="wrong", attempt=2))
+        for key in list(w.answers):
+            w.wait(key)
+    assert "request wrong#2 was refused: max_tokens" in caplog.text
+    assert re.search(r"request job-\d#1 was preempted at \d+ tokens", caplog.text)
+    assert "request job-1#1 ended (length) after 60 tokens" in caplog.text
