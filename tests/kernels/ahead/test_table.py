@@ -14,7 +14,7 @@ from forebay.kernels.ahead import table
 from forebay.kernels.ahead.cases import CASES
 from forebay.kernels.ahead.inspect import Built
 from forebay.kernels.ahead.targets import TARGETS, target_of
-from tests.kernels.ahead.compiling import PAGE, command
+from tests.kernels.ahead.compiling import KERNELS, PAGE, command
 
 ROWS = [
     table.Row("sm_90", "attend_kernel", "prefill, Llama 3 8B", "rows 128", Built(184, 0, 49152, "wgmma")),
@@ -88,3 +88,7 @@ def test_another_target_is_refused_with_those_there_are() -> None:
 def test_what_needs_a_gpu_says_so(command_line: list[str]) -> None:
     found = command(*command_line)
     assert found.returncode == 4 and "finds none on this machine" in found.stderr
+
+
+def test_all_kernels_have_a_case() -> None:
+    assert len({case.kernel for case in CASES}) == KERNELS
