@@ -417,9 +417,10 @@ def test_a_failed_load_wakes_an_idle_engine_and_becomes_compute() -> None:
 
 def test_of_those_that_wait_the_more_urgent_goes_first() -> None:
     with worker(None, max_num_seqs=1) as w:
-        first = w.submit(text(10), 200)
+        first = w.submit(text(10), 1900)  # until it is cancelled
         wait_until("running", lambda: w.answers[first].tokens)
         calm, urgent = w.submit(text(11), 60, priority=3), w.submit(text(12), 3)
+        w.cancel(first)
         w.wait(calm)
         assert w.ended == [first, urgent, calm]
 
