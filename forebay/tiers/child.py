@@ -24,9 +24,12 @@ class Child:
     def __init__(self, lock_fd: int | None) -> None:
         """Start it. Call it on the loop's thread: the process dies with the thread that started it.
 
-        Raises NoSpace if the machine has no room for one more process.
+        Raises NoSpace if the machine has no room for one more process, or this one for more descriptors.
         """
-        self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:
+            raise NoSpace(f"can't start a tier's process: {error.strerror}; raise the limit of open files") from error
         command = [sys.executable, "-P", "-m", _MODULE, "--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
         inherited = [theirs.fileno()]
         if lock_fd is not None:
@@ -44,9 +47,15 @@ class Child:
         finally:
             theirs.close()
         self.pid = self._process.pid
+        try:
+            self._pidfd = os.pidfd_open(self.pid)
+        except OSError as error:  # nobody would notice its end
+            self._process.kill()
+            self._process.wait()
+            self.connection.close()
+            raise NoSpace(f"can't watch a tier's process: {error.strerror}; raise the limit of open files") from error
         self.dead = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._pidfd = os.pidfd_open(self.pid)
         self._loop.add_reader(self._pidfd, self._reap)
 
     def _reap(self) -> None:

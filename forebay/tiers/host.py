@@ -13,7 +13,7 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -39,7 +39,7 @@ from forebay.tiers.messages import (
     Cleared,
     ClearTier,
     Finished,
-    Forget,
+    Forgotten,
     FromTier,
     GetTierStats,
     Load,
@@ -52,6 +52,7 @@ from forebay.tiers.messages import (
     TierStatsReply,
 )
 from forebay.tiers.pending_clears import PendingClears
+from forebay.tiers.pending_forgets import PendingForgets
 from forebay.tiers.supervise import HEARTBEAT_RID, Hooks, Patience, Supervisor
 
 log = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ class TierHost:
         self._early: list[JobResult] = []
         self._requests: dict[int, asyncio.Future[FromTier]] = {}
         self._clears = PendingClears(limits.requests, self._next_rid)
-        self._forgets: dict[ChunkId, str] = {}
+        self._forgets = PendingForgets(limits.forgets, self._next_rid)
         self._rid = HEARTBEAT_RID
         self._counts: Counter[str] = Counter()
         self._last_stats = TierStats({}, {})
@@ -178,9 +179,8 @@ class TierHost:
         """Tell a new process what it must know, and what the old one may not have done."""
         for namespace, encoded in self._namespaces.items():
             channel.send(NoteNamespace(namespace, encoded), force=True)
-        forgets, self._forgets = self._forgets, {}
-        for reason in set(forgets.values()):
-            self.forget([chunk for chunk, why in forgets.items() if why == reason], reason)
+        for forget in self._forgets.again():
+            channel.send(forget, force=True)
         for clear in self._clears:
             channel.send(ClearTier(clear.rid, clear.scope), force=True)
 
@@ -217,7 +217,7 @@ class TierHost:
     def _attach(self, channel: Channel, extents: list[int]) -> None:
         for at in range(0, len(extents), ATTACH_BATCH):
             some = extents[at : at + ATTACH_BATCH]
-            channel.send(Attach(tuple(some)), [os.dup(self._extents[extent]) for extent in some], force=True)
+            channel.send(Attach(tuple(some)), _copies(self._extents[extent] for extent in some), force=True)
 
     def note_namespace(self, namespace: bytes, encoded: bytes) -> None:
         """Tell the tier what a namespace is; every later process is told too, of the last ones."""
@@ -315,19 +315,22 @@ class TierHost:
             self._tell(self._on_finished, early)
 
     def forget(self, chunks: Sequence[ChunkId], reason: str) -> None:
-        """Remove chunks. Remembered while there is no process; of too many of them, everything is to be forgotten."""
+        """Remove chunks. Remembered until a process has done it; of too many of them, everything is to be forgotten."""
         channel = self._channel
-        if channel is not None:
-            for at in range(0, len(chunks), BATCH):
-                channel.send(Forget(list(chunks[at : at + BATCH]), reason), force=True)
+        if channel is None and self._clears.everything:
             return
-        if self._clears.everything:
-            return
-        self._forgets.update(dict.fromkeys(chunks, reason))
-        if len(self._forgets) > self._limits.forgets:
-            self._forgets.clear()
+        for message in self._forgets.add(chunks, reason):
+            if channel is not None:
+                channel.send(message, force=True)
+        if self._forgets.overflowed:
+            self._forgets.drop()
             self._counts["forgets_widened"] += 1
-            self._clears.add(ClearScope(), asyncio.get_running_loop().create_future())
+            self._ask_to_clear(ClearScope(), asyncio.get_running_loop().create_future())
+
+    @property
+    def forgetting(self) -> int:
+        """Chunks that no process has confirmed to have forgotten yet."""
+        return len(self._forgets)
 
     async def clear(self, namespace: bytes, timeout_s: float = 30.0) -> int | None:
         """Remove everything of a namespace (all if empty). See `clear_scope`."""
@@ -340,11 +343,14 @@ class TierHost:
         if the tier can't tell what is meant.
         """
         done: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        self._ask_to_clear(scope, done)
+        await asyncio.wait((done,), timeout=timeout_s)
+        return done.result() if done.done() and not done.cancelled() else None
+
+    def _ask_to_clear(self, scope: ClearScope, done: asyncio.Future[int | None]) -> None:
         for clear in self._clears.add(scope, done):
             if (channel := self._channel) is not None:
                 channel.send(ClearTier(clear.rid, clear.scope), force=True)
-        await asyncio.wait((done,), timeout=timeout_s)
-        return done.result() if done.done() and not done.cancelled() else None
 
     async def stats(self, timeout_s: float = 1.0) -> TierStats:
         """The tier's figures and, as `host.*`, this object's. Without an answer, the last known."""
@@ -359,6 +365,7 @@ class TierHost:
         values["host.up"] = float(self.alive)
         values["host.restarts"] = float(max(0, counts["starts"] - 1))
         values["host.clears_pending"] = float(len(self._clears))
+        values["host.forgets_pending"] = float(len(self._forgets))
         values["host.clears_widened"] = float(self._clears.widened)
         values["host.jobs_open"] = float(len(self._jobs.open))
         values["host.store_queue_bytes"] = float(self._jobs.bytes["store"])
@@ -381,6 +388,8 @@ class TierHost:
                 self._answer(rid, message)
             case Cleared(rid=rid, count=count):
                 self._clears.confirmed(rid, count)
+            case Forgotten(rid=rid):
+                self._forgets.confirmed(rid)
             case _:
                 raise AssertionError(f"{type(message).__name__} is the supervisor's business")
 
@@ -401,3 +410,16 @@ class TierHost:
         future = self._requests.get(rid)
         if future is not None and not future.done():
             future.set_result(message)
+
+
+def _copies(descriptors: Iterable[int]) -> list[int]:
+    """Copies of descriptors: all, or an OSError and none."""
+    copies: list[int] = []
+    try:
+        for descriptor in descriptors:
+            copies.append(os.dup(descriptor))
+    except OSError:
+        for copy in copies:
+            os.close(copy)
+        raise
+    return copies

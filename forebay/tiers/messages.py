@@ -2,7 +2,7 @@
 
     daemon -> tier    Start, Attach (+ descriptors), NoteNamespace, Lookup, Store, Load, Forget, ClearTier,
                       GetTierStats, Stop
-    tier -> daemon    Started | StartFailed, LookupDone, Finished, Changes, Cleared, TierStatsReply
+    tier -> daemon    Started | StartFailed, LookupDone, Finished, Changes, Cleared, Forgotten, TierStatsReply
 
 Messages are handled in the order in which they were sent. Answers to requests carry their `rid`; results of
 jobs their job's id.
@@ -79,8 +79,9 @@ class Load(Message, frozen=True):
 
 
 class Forget(Message, frozen=True):
-    """Remove these chunks."""
+    """Remove these chunks. Answered by Forgotten."""
 
+    rid: int
     chunks: list[ChunkId]
     reason: str
 
@@ -141,6 +142,12 @@ class Cleared(Message, frozen=True):
     count: int | None
 
 
+class Forgotten(Message, frozen=True):
+    """These chunks are out of sight, and won't come back with the next process."""
+
+    rid: int
+
+
 class TierStatsReply(Message, frozen=True):
     """Present figures of the tier and of its process."""
 
@@ -149,7 +156,7 @@ class TierStatsReply(Message, frozen=True):
 
 
 ToTier: TypeAlias = Start | Attach | NoteNamespace | Lookup | Store | Load | Forget | ClearTier | GetTierStats | Stop
-FromTier: TypeAlias = Started | StartFailed | LookupDone | Finished | Changes | Cleared | TierStatsReply
+FromTier: TypeAlias = Started | StartFailed | LookupDone | Finished | Changes | Cleared | Forgotten | TierStatsReply
 
 
 def to_tier_codec() -> Codec[ToTier]:

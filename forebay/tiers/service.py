@@ -29,6 +29,7 @@ from forebay.tiers.messages import (
     ClearTier,
     Finished,
     Forget,
+    Forgotten,
     GetTierStats,
     Load,
     Lookup,
@@ -90,12 +91,10 @@ class TierService:
                 self._lookup(message)
             case Attach(extents=extents):
                 self._attach(extents)
-            case Forget(chunks=chunks, reason=reason):
-                self._guard("forget", lambda: self._tier.forget(chunks, reason))
-            case ClearTier(rid=rid, scope=scope):
-                answer = self._guard("clear", lambda: Cleared(rid, self._tier.clear_scope(scope)))
-                if answer is not None:  # else it isn't done, and the daemon asks the next process again
-                    self._link.send(answer)
+            case Forget():
+                self._forget(message)
+            case ClearTier():
+                self._clear(message)
             case NoteNamespace(namespace=namespace, encoded=encoded):
                 self._guard("note_namespace", lambda: self._tier.note_namespace(namespace, encoded))
             case GetTierStats(rid=rid):
@@ -104,6 +103,25 @@ class TierService:
                 self.stopping = True
             case Start():
                 log.error("a second Start is ignored")
+
+    def _forget(self, message: Forget) -> None:
+        def forget() -> Forgotten:
+            self._tier.forget(message.chunks, message.reason)
+            return Forgotten(message.rid)
+
+        self._removed("forget", forget)
+
+    def _clear(self, message: ClearTier) -> None:
+        self._removed("clear", lambda: Cleared(message.rid, self._tier.clear_scope(message.scope)))
+
+    def _removed(self, what: str, remove: Callable[[], Forgotten | Cleared]) -> None:
+        """Remove something and say so. A tier that can't must not go on serving it: it ends, and the daemon, which
+        has no answer, asks the next process again."""
+        answer = self._guard(what, remove)
+        if answer is None:
+            self.failed = self.stopping = True
+        else:
+            self._link.send(answer)
 
     def _guard(self, what: str, call: Callable[[], T]) -> T | None:
         """Call into the tier; an exception is logged and counted, and gives None."""

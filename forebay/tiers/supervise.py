@@ -118,7 +118,11 @@ class Supervisor:
         channel = self.channel = Channel(child.connection, self._received, self._closed, self._out_bytes_max)
         self.counts["starts"] += 1
         channel.send(self._start_message, force=True)
-        self._hooks.opened(channel)
+        try:
+            self._hooks.opened(channel)
+        except OSError as error:
+            await self._bury("it could not be given the pool")
+            raise NoSpace(f"can't give a tier's process the pool: {error.strerror}; raise the file limit") from error
         await asyncio.wait((answered,), timeout=self._patience.start_s)
         if answered.done() and isinstance(answered.result(), Started):
             self._heard_at = self._clock()

@@ -8,8 +8,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from forebay.errors import AlreadyRunning, NoSpace, TierUnavailable
-from forebay.tiers.base import ChunkId, JobResult, LoadJob, LookupResult, Query, StoreJob
+from forebay.tiers.base import ChunkId, ClearScope, JobResult, LoadJob, LookupResult, Query, StoreJob
 from forebay.tiers.errors import TierFailed
+from forebay.tiers.fs.tier import FsTier
 from forebay.tiers.memory import MemoryTier
 
 
@@ -32,8 +33,25 @@ class Raising(Plain):
     def submit_load(self, job: LoadJob) -> None:
         raise RuntimeError("load")
 
+
+class Clinging(FsTier):
+    """Can't remove anything as long as the file `held` is there."""
+
+    def __init__(self, name: str, options: Mapping[str, object]) -> None:
+        self._held = str(options["held"])
+        super().__init__(name, {key: value for key, value in options.items() if key != "held"})
+
     def forget(self, chunks: Sequence[ChunkId], reason: str) -> None:
-        raise RuntimeError("forget")
+        self._try()
+        super().forget(chunks, reason)
+
+    def clear_scope(self, scope: ClearScope) -> int:
+        self._try()
+        return super().clear_scope(scope)
+
+    def _try(self) -> None:
+        if os.path.exists(self._held):
+            raise RuntimeError("not now")
 
 
 class Sleeping(Plain):

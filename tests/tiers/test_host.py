@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -188,6 +189,33 @@ def test_restarts_back_off_further_each_time(pool: Pool) -> None:
     asyncio.run(scenario())
 
 
+def test_a_tier_that_is_lost_while_descriptors_are_short_comes_back_when_there_are_some(
+    pool: Pool, run: Callable[..., None]
+) -> None:
+    async def scenario() -> None:
+        patience = Patience(backoff_first_s=0.3, backoff_max_s=0.3)
+        async with hosted(pool, "memory", patience=patience) as w:
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            try:
+                for more in range(8):  # with so many descriptors a start fails at another step each time
+                    await w.kill()
+                    free = os.dup(pool.descriptor)
+                    os.close(free)
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (free + more, hard))
+                    before = w.host.statistics().get("host.start_failures", 0)
+                    await w.until(
+                        lambda: w.host.alive or w.host.statistics().get("host.start_failures", 0) > before  # noqa: B023
+                    )
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                    await w.until(lambda: w.host.alive)
+                    w.suspect = w.host.pid or 0
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert w.host.statistics()["host.start_failures"] >= 4
+
+    run(scenario())
+
+
 def test_without_a_process_stores_fail_lookups_miss_and_forgets_wait(pool: Pool, tmp_path: Path) -> None:
     async def scenario() -> None:
         slow = Patience(backoff_first_s=1.0)
@@ -343,6 +371,67 @@ def test_too_many_chunks_to_forget_become_all_there_are(pool: Pool, tmp_path: Pa
     asyncio.run(scenario())
 
 
+def test_what_a_process_was_told_to_forget_and_died_before_is_forgotten_by_the_next(
+    pool: Pool, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        chunk, other = numbered(1), numbered(2)
+        async with hosted(pool, "fs", {"directory": str(tmp_path)}) as w:
+            w.host.store([w.store_job(1, chunk), w.store_job(2, other)])
+            await w.until(lambda: len(w.results) == 2)
+            os.kill(w.suspect, signal.SIGSTOP)
+            w.host.forget([chunk.id], "cleared")
+            assert w.host.statistics()["host.forgets_pending"] == 1
+            await w.kill_and_wait()
+            found = await w.host.lookup([chunk.query(), other.query()], 5.0)
+            assert [answer.outcome for answer in found] == ["miss", "hit"]
+            assert w.host.statistics()["host.forgets_pending"] == 0
+
+    asyncio.run(scenario())
+
+
+def test_what_a_living_process_leaves_unforgotten_is_bounded(pool: Pool, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        options = {"directory": str(tmp_path)}
+        async with hosted(pool, "fs", options, limits=HostLimits(forgets=4)) as w:
+            chunks = [numbered(i) for i in range(8)]
+            w.host.store([w.store_job(i, chunk) for i, chunk in enumerate(chunks)])
+            await w.until(lambda: len(w.results) == 8)
+            os.kill(w.suspect, signal.SIGSTOP)
+            for chunk in chunks[1:]:
+                w.host.forget([chunk.id], "cleared")
+                assert w.host.statistics()["host.forgets_pending"] <= 4
+            assert w.host.statistics()["host.forgets_widened"] == 1
+            await w.kill_and_wait()
+            await w.until(lambda: w.host.statistics()["host.clears_pending"] == 0)
+            found = await w.host.lookup([chunk.query() for chunk in chunks], 5.0)
+            assert {answer.outcome for answer in found} == {"miss"}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("clear", [True, False])
+def test_a_tier_that_fails_to_remove_is_switched_off_until_it_can(pool: Pool, tmp_path: Path, clear: bool) -> None:
+    async def scenario() -> None:
+        held, chunk = tmp_path / "held", numbered(1)
+        options = {"directory": str(tmp_path / "fs"), "held": str(held)}
+        async with hosted(pool, ODD + "Clinging", options) as w:
+            w.host.store([w.store_job(1, chunk)])
+            await w.until(lambda: len(w.results) == 1)
+            held.touch()
+            cleared = asyncio.create_task(w.host.clear(b"", 15.0)) if clear else None
+            if not clear:
+                w.host.forget([chunk.id], "cleared")
+            await w.until(lambda: w.host.statistics().get("host.deaths", 0) >= 2)
+            held.unlink()
+            pending = "host.clears_pending" if clear else "host.forgets_pending"
+            await w.until(lambda: w.host.alive and w.host.statistics()[pending] == 0)
+            assert cleared is None or await cleared == 1
+            assert (await w.host.lookup([chunk.query()], 5.0))[0].outcome == "miss"
+
+    asyncio.run(scenario())
+
+
 # --- what tiers do wrong -----------------------------------------------------------------------------------
 
 
@@ -351,11 +440,10 @@ def test_exceptions_of_a_tier_fail_the_jobs_and_are_counted(pool: Pool) -> None:
         async with hosted(pool, ODD + "Raising") as w:
             w.host.store([w.store_job(1, make_chunk())])
             w.host.load([w.load_job(2, make_chunk())])
-            w.host.forget([make_chunk().id], "cleared")
             await w.until(lambda: len(w.results) == 2)
             assert {(r.id, r.ok, r.reason) for r in w.results} == {(1, False, "io"), (2, False, "io")}
             assert (await w.host.lookup([make_chunk().query()], 1.0))[0].outcome == "miss"
-            assert (await w.host.stats()).values["process.exceptions"] == 4
+            assert (await w.host.stats()).values["process.exceptions"] == 3
             assert w.host.pid == w.suspect, "the process lives on"
 
     asyncio.run(scenario())

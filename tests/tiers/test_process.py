@@ -38,7 +38,7 @@ TO_TIER = [
     messages.Lookup(1, [Query(0, b"k", b"p", b"t")], 0.5),
     messages.Store([StoreJob(1, CHUNK, b"p", 0, 4096, 5000, b"r", True)]),
     messages.Load([LoadJob(2, CHUNK, 0, 8192, 100, 1.5)]),
-    messages.Forget([CHUNK], "corrupt"),
+    messages.Forget(5, [CHUNK], "corrupt"),
     messages.ClearTier(3, ClearScope(b"n", "t", 2, b"p", 32, b"t")),
     messages.GetTierStats(4),
     messages.Stop(),
@@ -50,6 +50,7 @@ FROM_TIER = [
     messages.Finished([JobResult(1, False, "io"), JobResult(2, True, "", b"h", 5)]),
     messages.Changes([TierChange(CHUNK, True, "", b"h")]),
     messages.Cleared(3, 10),
+    messages.Forgotten(5),
     messages.TierStatsReply(4, TierStats({"a": 1.0}, {"b": "c"})),
 ]
 
