@@ -48,11 +48,12 @@ test-vllm: $(VENV)/.made-test $(VLLM)/.made ## run the tests against real vLLM s
 
 $(CONSUMERS)/.made: Makefile
 	@$(PYTHON) -m venv $(CONSUMERS)
-	@$(CONSUMERS)/bin/pip install -q --disable-pip-version-check ai-dynamo-runtime==1.6.1 vllm-router==0.1.17
+	@$(CONSUMERS)/bin/pip install -q --disable-pip-version-check ai-dynamo-runtime==1.6.1 vllm-router==0.1.17 \
+		sglang-router==0.3.2
 	@touch $@
 
 test-consumers: $(VENV)/.made-test $(CONSUMERS)/.made ## the tests with other projects' routers
-	@$(BIN)/python -m pytest -q tests/events/consumers
+	@FOREBAY_CONSUMERS=$(abspath $(CONSUMERS)) $(BIN)/python -m pytest -q tests/events/consumers tests/consumers
 
 lint: $(VENV)/.made-test ## style
 	@$(BIN)/ruff check .

@@ -1,0 +1,1 @@
+"""Other projects' routers before our workers; run by `make test-consumers`."""
