@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forebay.cli.frontend import TOOL_CALL_PARSER
 from forebay.workers.api.tool_formats import FORMATS, ToolCall, format_of, written
 from forebay.workers.api.tools import ForcedFinder, ToolFinder, ToolUse
 from tests.api.scripted import ScriptedWorker
@@ -120,6 +121,10 @@ def test_a_template_tells_its_models_way(template: str, name: str | None) -> Non
     assert (way.name if way is not None else None) == name
 
 
+def test_the_command_line_names_every_format() -> None:
+    assert set(TOOL_CALL_PARSER.parse.takes.split("|")) == {"auto", *FORMATS}
+
+
 def test_an_answer_that_must_be_a_call_is_one_from_end_to_end_or_text() -> None:
     one = ForcedFinder(ToolUse(SCHEMAS, shown=True, forced={}, only="now"))
     assert not one.feed("{ }").calls and one.flush().calls == (NOW,)
@@ -129,6 +134,9 @@ def test_an_answer_that_must_be_a_call_is_one_from_end_to_end_or_text() -> None:
     torn = ForcedFinder(ToolUse(SCHEMAS, shown=True, forced={}))
     torn.feed('[{"name": "no')
     assert torn.flush().text == '[{"name": "no' and not torn.calls
+    other = ForcedFinder(ToolUse(SCHEMAS, shown=True, forced={}))
+    other.feed('{"name": "now"}')
+    assert other.flush().text == '{"name": "now"}' and not other.calls
 
 
 # --- as clients see it -----------------------------------------------------------------------------------------

@@ -195,10 +195,10 @@ class ForcedFinder:
         """The answer has ended. What was cut off in its middle is text."""
         try:
             made = json.loads(self._text)
-        except (ValueError, RecursionError):
+            calls = [ToolCall(self.use.only, written(made))] if self.use.only else [
+                ToolCall(call["name"], written(call["parameters"])) for call in made
+            ]  # fmt: skip
+        except (ValueError, RecursionError, LookupError, TypeError):
             return Found(self._text)
-        calls = [ToolCall(self.use.only, written(made))] if self.use.only else [
-            ToolCall(call["name"], written(call["parameters"])) for call in made
-        ]  # fmt: skip
         self.calls = len(calls)
         return Found(calls=tuple(calls))
