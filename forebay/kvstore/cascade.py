@@ -327,11 +327,20 @@ class Cascade:
         """
         tier = self.tiers[tier_name]
         entry = tier.stores.get(result.id)
-        if entry is None or not result.ok or entry.state is SlotState.COMMITTED:
-            return None
+        if entry is None or entry.state is SlotState.COMMITTED or not (result.ok or result.reason == "io"):
+            return None  # after an error, or with a lost process, the chunk may be there all the same
         # A reason that isn't remembered any more may have been one of them.
         gone = result.id in tier.unwanted or self._core.removed.get(entry.id, "cleared") in ("cleared", "corrupt")
         return ChunkId(entry.group, entry.key) if gone else None
+
+    def on_their_way(self, scope: Scope) -> dict[str, set[int]]:
+        """Stores under way, by tier, of chunks that this clear has taken from the pool: they get there only later."""
+        def gone(entry: Entry) -> bool:
+            return entry.state is not SlotState.COMMITTED and scope.covers(entry)
+
+        return {
+            tier.name: {job for job, entry in tier.stores.items() if gone(entry)} for tier in self.tiers.values()
+        }
 
     @property
     def storing(self) -> bool:

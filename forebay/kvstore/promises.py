@@ -42,6 +42,9 @@ NAME_BYTES_MAX = 128
 JOIN_LEASES_MAX = 64
 GROUPS_MAX = 256
 CLEAR_TIER_S = 30.0
+CLEAR_STORES_S = 15.0
+"""So long a clear waits for what was on its way to a tier. A tier that hangs is replaced sooner."""
+LOOK_S = 0.02
 
 
 class ClearableTier(Protocol):
@@ -49,6 +52,10 @@ class ClearableTier(Protocol):
 
     async def clear_scope(self, scope: ClearScope, timeout_s: float) -> int | None:
         """Remove what the scope covers; None if that isn't known in time, or the tier can't tell what is meant."""
+
+    @property
+    def forgetting(self) -> int:
+        """Chunks that it was told to forget and that may still be there."""
 
 
 class Promises:
@@ -202,10 +209,23 @@ class Promises:
             await ended.wait()
             if not clearing.done:
                 raise RequestRefused("internal", "the clear failed half way; the store's log has the details")
-            asked = (tier.clear_scope(tier_scope(scope), CLEAR_TIER_S) for tier in self._tiers.values())
+            coming = self._cascade.on_their_way(scope)
+            asked = (self._clear_tier(name, scope, coming.get(name, set())) for name in self._tiers)
             counts = await asyncio.gather(*asked)
         told = {name: -1 if count is None else count for name, count in zip(self._tiers, counts, strict=True)}
         return Cleared(rid=request.rid, chunks=clearing.chunks, tiers=told)
+
+    async def _clear_tier(self, name: str, scope: Scope, coming: set[int]) -> int | None:
+        """Remove it there, and wait until what was `coming` has been forgotten too: only then does nothing bring it
+        back, whoever is killed. None if that takes too long."""
+        tier, traffic = self._tiers[name], self._cascade.tiers.get(name)
+        count = await tier.clear_scope(tier_scope(scope), CLEAR_TIER_S)
+        until = self._core.clock() + CLEAR_STORES_S
+        while coming and traffic is not None and (tier.forgetting or not coming.isdisjoint(traffic.stores)):
+            if self._core.clock() > until:
+                return None
+            await asyncio.sleep(LOOK_S)
+        return count
 
     def _scope(self, request: Clear) -> Scope:
         if not request.root:

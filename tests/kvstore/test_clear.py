@@ -15,9 +15,9 @@ from forebay.kvstore.header import SlotState, decode_header, encode_header
 from forebay.kvstore.limits import Limits
 from forebay.kvstore.lookup import Offer, Promotion, match, pin
 from forebay.kvstore.pins import Owner
-from forebay.kvstore.promises import Promises
+from forebay.kvstore.promises import CLEAR_STORES_S, Promises
 from forebay.kvstore.protocol import Clear
-from forebay.tiers.base import JobResult
+from forebay.tiers.base import ClearScope, JobResult
 from tests.kvstore.support import CHUNK, SmallStore
 
 SYSTEM = list(range(2 * CHUNK))
@@ -183,6 +183,72 @@ def test_what_left_the_pool_on_its_way_to_a_tier_is_cleared_there_too(reason: st
     assert (late == job.chunk) is goes and (late is None) is not goes
     cascade.finished("fs", JobResult(job.id, True))
     assert not cascade.tiers["fs"].unwanted
+
+
+@pytest.mark.parametrize(("reason", "goes"), [("io", True), ("full", False)])
+def test_a_cleared_chunk_whose_store_may_have_succeeded_all_the_same_is_forgotten(reason: str, goes: bool) -> None:
+    store = SmallStore()
+    cascade = Cascade(store.core)
+    cascade.tiers["fs"] = TierTraffic("fs", b"t" * 16)
+    put(store, [5] * CHUNK)
+    [(_, job)] = cascade.store_jobs(next(iter(store.core.table)))
+    with cascade.clearing_of(Scope()):
+        clear(store, Scope())
+    late = cascade.came_too_late("fs", JobResult(job.id, False, reason))
+    assert (late == job.chunk) is goes
+
+
+class _Tier:
+    """Has cleared at once; forgets a chunk when it is told that it may."""
+
+    forgetting = 0
+    asked = 0
+
+    async def clear_scope(self, scope: ClearScope, timeout_s: float) -> int:
+        self.asked += 1
+        return 7
+
+
+def test_a_clear_ends_when_what_was_on_its_way_to_a_tier_is_forgotten_there() -> None:
+    async def scenario() -> None:
+        store, tier = SmallStore(), _Tier()
+        cascade = Cascade(store.core)
+        cascade.tiers["fs"] = TierTraffic("fs", b"t" * 16)
+        put(store, [5] * CHUNK)
+        [(_, job)] = cascade.store_jobs(next(iter(store.core.table)))
+        store.core.chores.wake = lambda: asyncio.get_running_loop().call_soon(store.core.chores.finish)  # type: ignore[assignment]
+        clearing = asyncio.create_task(Promises(store.core, cascade, {"fs": tier}, b"boot").clear(Clear(rid=1)))
+        while not tier.asked:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.1)
+        assert not clearing.done(), "a kill would bring the chunk back"
+        assert cascade.came_too_late("fs", JobResult(job.id, True)) == job.chunk
+        tier.forgetting = 1
+        cascade.finished("fs", JobResult(job.id, True))
+        await asyncio.sleep(0.1)
+        assert not clearing.done(), "nobody has said that it is forgotten"
+        tier.forgetting = 0
+        assert (await clearing).tiers == {"fs": 7}
+
+    asyncio.run(scenario())
+
+
+def test_a_clear_that_a_tier_keeps_waiting_says_that_it_does_not_know() -> None:
+    async def scenario() -> None:
+        store = SmallStore()
+        cascade = Cascade(store.core)
+        cascade.tiers["fs"] = TierTraffic("fs", b"t" * 16)
+        put(store, [5] * CHUNK)
+        cascade.store_jobs(next(iter(store.core.table)))
+        store.core.chores.wake = lambda: asyncio.get_running_loop().call_soon(store.core.chores.finish)  # type: ignore[assignment]
+        tier = _Tier()
+        clearing = asyncio.create_task(Promises(store.core, cascade, {"fs": tier}, b"boot").clear(Clear(rid=1)))
+        while not tier.asked:
+            await asyncio.sleep(0)
+        store.now += CLEAR_STORES_S + 1
+        assert (await clearing).tiers == {"fs": -1}
+
+    asyncio.run(scenario())
 
 
 def test_so_many_clears_at_a_time_and_no_more() -> None:
