@@ -44,11 +44,11 @@ class BatchScheduler:
 
     # --- what happens to requests ----------------------------------------------------------------------
 
-    def submit(self, request: Request) -> None:
-        """Queue a new request. Raises QueueFull. Its key must not be in use."""
+    def submit(self, request: Request, waited_s: float = 0.0) -> None:
+        """Queue a new request, which has waited so long elsewhere. Raises QueueFull. Its key must not be in use."""
         assert request.state is RequestState.WAITING and self.find(request.key) is None, request.key
         request.order = self._submitted
-        request.standing = self._clock() + request.priority * self.limits.ageing_s
+        request.standing = self._clock() - waited_s + request.priority * self.limits.ageing_s
         self._waiting.push(request)
         self._submitted += 1
 

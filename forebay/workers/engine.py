@@ -202,7 +202,7 @@ class Engine:
             self._parts.trace.end(key, end)
             return
         try:
-            self._parts.scheduler.submit(generation.request)
+            self._parts.scheduler.submit(generation.request, ask.waited_s)
         except QueueFull:
             self._turn_away(key)
             return

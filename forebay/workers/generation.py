@@ -13,6 +13,8 @@ from forebay.workers.guiding import Guide
 from forebay.workers.protocol import FinishReason, Generate, Sampling
 from forebay.workers.sampling import check_sampling
 
+WAITED_S_MAX = 1e6
+
 
 class RequestKey(NamedTuple):
     """Front ends choose their ids alone, so a key names the connection too."""
@@ -94,6 +96,8 @@ def begin(key: RequestKey, ask: Generate, bounds: Bounds) -> Generation | str:
     if not ask.prompt or len(ask.prompt) % 4 or len(ask.emitted) % 4:
         return "the prompt is empty; it needs at least one token"
     wrong = check_sampling(ask.sampling)
+    if not 0 <= ask.waited_s < WAITED_S_MAX:
+        wrong = f"waited_s is {ask.waited_s}; it must lie between 0 and {WAITED_S_MAX:.0f}"
     if wrong:
         return wrong
     tokens = np.frombuffer(ask.prompt + ask.emitted, dtype="<u4")

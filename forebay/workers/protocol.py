@@ -54,7 +54,8 @@ class Generate(WorkerMessage, frozen=True):
     and count towards `max_tokens`. `salt` roots the cache chain; `tenant` goes into chunk headers. With `retain_s`
     the store keeps the request's chunks so long, within the tenant's budget. With `settled` the end is told only when
     the store has answered for every chunk of the request: somebody else will ask for them next. Of two that wait the
-    one with the smaller `priority` goes first, unless the other has waited longer by enough."""
+    one with the smaller `priority` goes first, unless the other has waited longer by enough; `waited_s` is how long it
+    has been under way already, at a worker that is gone."""
 
     id: str
     attempt: int
@@ -66,6 +67,7 @@ class Generate(WorkerMessage, frozen=True):
     retain_s: float = 0.0
     settled: bool = False
     priority: int = 0
+    waited_s: float = 0.0
 
 
 class Cancel(WorkerMessage, frozen=True):

@@ -75,6 +75,7 @@ def test_a_stream_goes_on_at_the_next_worker(halting: Front, path: Path) -> None
     reader.done()
     assert reader.text == TEXT and reader.finish == "stop" and not reader.errors
     (ask,) = successor.asked
+    assert halting.worker is successor and ask.waited_s > 0, "its age goes along"
     assert ask.attempt == 2 and list(unpack_tokens(ask.emitted)) == [ord(letter) + 2 for letter in TEXT[:10]]
     assert reader.usage["prompt_tokens_details"]["cached_tokens"] == 48, "the first attempt's"
 

@@ -99,6 +99,13 @@ def test_first_come_first_served_within_a_priority() -> None:
     assert order == ["c", "a", "b"]
 
 
+def test_who_has_waited_elsewhere_stands_before_those_who_came_since() -> None:
+    s, _ = scheduler(running=1)
+    s.submit(request("here", 5))
+    s.submit(request("carried over", 5), waited_s=3.0)
+    assert [r.key for r in s.plan().started] == ["carried over"]
+
+
 def test_a_request_waits_until_its_whole_prompt_fits() -> None:
     s, memory = scheduler(CountingMemory(blocks=10))
     s.submit(request("a", 100))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ class Call:
     settled: bool = False
     priority: int = 0
     attempt: int = 0
+    born: float = field(default_factory=time.monotonic)
     emitted: array[int] = field(default_factory=lambda: array("I"))
     events: asyncio.Queue[TokenOut | Ended] = field(default_factory=asyncio.Queue)
     cached: dict[str, int] | None = None
@@ -53,6 +55,7 @@ class Call:
             id=self.id, attempt=self.attempt, prompt=self.prompt, sampling=self.sampling,
             emitted=pack_tokens(self.emitted), salt=self.salt, tenant=self.tenant,
             retain_s=self.retain_s, settled=self.settled, priority=self.priority,
+            waited_s=time.monotonic() - self.born if self.attempt > 1 else 0.0,
         )  # fmt: skip
 
     def began(self, attempt: int, cached: dict[str, int]) -> None:
