@@ -1,7 +1,7 @@
 """Every operation's torch form on the CPU, beside torch's own attention, memory's bandwidth, or one large product.
 
-    python -m benchmarks.kernels_cpu            two threads, bf16
-    python -m benchmarks.kernels_cpu --json
+    python -m benchmarks.kernels_cpu                        bf16, as many threads as torch takes
+    OMP_NUM_THREADS=1 python -m benchmarks.kernels_cpu      where other processes take cores
 
 Each operation and what it is held against take turns. `peer` is torch's fused attention over the same K and V, already
 contiguous; `limit` is reading the same bytes (`sum` over them), or the FLOP/s of a product of 2048 squared.
@@ -15,16 +15,16 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from benchmarks.report import Measure, Report, median, parser
+from benchmarks.report import Measure, Report, parser
 from forebay.kernels.attention import paged_attention
 from forebay.kernels.batch import Batch, pack_batch
 from forebay.kernels.cache import gather_granules, slot_rows, write_rows
 from forebay.kernels.mla import latent_attention
 from forebay.kernels.moe import Routing, mix_experts, route
-from forebay.kernels.norm import add_norm
-from forebay.kernels.rotary import Turn, rotate
+from forebay.models.layers import RMSNorm
+from forebay.models.rope import rotate
 
-ROUNDS = 9
+ROUNDS = 15
 HEADS, KV_HEADS, DIM = 32, 8, 128
 PRODUCT = 2048
 DTYPE = torch.bfloat16
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def in_turns(*runs: Run) -> list[float]:
-    """Median seconds of each, one after the other in every round; the first round doesn't count."""
+    """The least seconds of each, one after the other in every round: what else runs can only add."""
     taken: list[list[float]] = [[] for _ in runs]
     for number in range(ROUNDS + 1):
         for run, found in zip(runs, taken, strict=True):
@@ -57,7 +57,7 @@ def in_turns(*runs: Run) -> list[float]:
             run()
             if number:
                 found.append(time.perf_counter() - begin)
-    return [median(found) for found in taken]
+    return [min(found) for found in taken]
 
 
 def noise(*shape: int) -> torch.Tensor:
@@ -154,15 +154,15 @@ def moving(report: Report) -> None:
 
 def rest_of_a_layer(report: Report) -> None:
     """Norm and rotation of 512 rows."""
-    hidden, x, weight = torch.randn(512, 4096), noise(512, 4096), torch.ones(4096)
-    angles, q = torch.randn(512, 64), noise(512, HEADS, DIM)
-    turn = Turn(angles.cos(), angles.sin())
-    norm, norm_limit, turned, turn_limit = in_turns(
-        lambda: add_norm(hidden, x, weight, 1e-6, DTYPE), reading(hidden, x), lambda: rotate(q, turn), reading(q)
+    hidden, norm = torch.randn(512, 4096), RMSNorm(torch.ones(4096), 1e-6)
+    angles, q = torch.randn(512, 1, 64), torch.randn(512, HEADS, DIM)
+    cos, sin = torch.cat((angles.cos(), angles.cos()), dim=-1), angles.sin()
+    normed, norm_limit, turned, turn_limit = in_turns(
+        lambda: norm(hidden), reading(hidden), lambda: rotate(q, cos, sin), reading(q)
     )
     for name, size, ours, limit in (
-        ("sum and norm, 512 x 4096", hidden.numel() * 6, norm, norm_limit),
-        ("rotation, 512 x 32 heads", q.numel() * 2, turned, turn_limit),
+        ("norm, 512 x 4096", hidden.numel() * 4, normed, norm_limit),
+        ("rotation, 512 x 32 heads", q.numel() * 4, turned, turn_limit),
     ):
         report.add(Measure(name, size / ours / 1e9, "GB/s", None, size / limit / 1e9, limit / ours))
 

@@ -23,12 +23,13 @@ from torch import Tensor
 from forebay.kernels.batch import BLOCK_TOKENS, NO_BLOCK, Batch, SequenceSpan
 from forebay.kernels.dispatch import dispatch
 from forebay.kernels.paged import Scores
+from forebay.kernels.scratch import gather_rows
 
 TILE_QUERIES = 128
 """Queries a prefill tile. Smaller wastes less on masked scores, larger makes better products."""
 
-DECODE_GATHER_BYTES = 64 * 2**20
-"""The most KV that one batch of decodes copies out of the pool at a time."""
+DECODE_GATHER_BYTES = 4 * 2**20
+"""The most KV that one batch of decodes copies out of the pool at a time: it is still in the cache when it is used."""
 
 
 def paged_attention(
@@ -195,10 +196,10 @@ def _runs(pool: Tensor, blocks: Tensor) -> Tensor:
 
 
 def _gather(pool: Tensor, layer_in_group: int, runs: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """K and V in one layer of `count` sequences, each [count * kv_heads, n * 16, head_dim]."""
+    """K and V in one layer of `count` sequences, each [count * kv_heads, n * 16, head_dim], until the next gather."""
     _, _, _, kv_heads, _, dim = pool.shape
     of_layer = runs + layer_in_group * 2 * kv_heads
-    kv = pool.view(-1, BLOCK_TOKENS * dim).index_select(0, of_layer)
+    kv = gather_rows(pool.view(-1, BLOCK_TOKENS * dim), of_layer)
     k, v = kv.view(2, count * kv_heads, -1, dim).unbind(0)
     return k, v
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from forebay.errors import ConfigError
 from forebay.kernels.gpu import library
+from forebay.kernels.scratch import held_bytes
 from forebay.kernels.tuning.tables import executed_on
 
 VARIABLE = "FOREBAY_KERNELS"
@@ -108,7 +109,7 @@ class Dispatch:
 
     def figures(self) -> dict[str, float]:
         """By dotted name, for every operation: is its kernel configured, was it eligible when last decided, how often
-        has each form run."""
+        has each form run. And what gathers keep."""
         with self._lock:
             found: dict[str, float] = {}
             for name in CAPABILITIES:
@@ -116,7 +117,8 @@ class Dispatch:
                 found[f"kernels.{name}.triton.eligible"] = float(self._eligible.get(name, False))
                 for form in ("triton", "torch"):
                     found[f"kernels.{name}.{form}.executed"] = float(self._executed[name, form])
-            return found
+        found["kernels.scratch.bytes"] = float(held_bytes())
+        return found
 
 
 def why_not(facts: Facts) -> Reason:

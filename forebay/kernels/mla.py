@@ -16,12 +16,13 @@ from torch import Tensor
 
 from forebay.kernels.batch import BLOCK_TOKENS, NO_BLOCK, Batch, SequenceSpan
 from forebay.kernels.dispatch import dispatch
+from forebay.kernels.scratch import gather_rows
 
 TILE_QUERIES = 128
 """Queries a prefill tile: its scores are heads x 128 x context."""
 
-DECODE_GATHER_BYTES = 64 * 2**20
-"""The most rows that one batch of decodes copies out of the pool at a time."""
+DECODE_GATHER_BYTES = 4 * 2**20
+"""The most rows that one batch of decodes copies out of the pool at a time: they are still in the cache when used."""
 
 
 def write_latents(pool: Tensor, layer_in_group: int, slots: Tensor, rows: Tensor) -> None:
@@ -55,7 +56,8 @@ def latent_attention(
     for decodes in plan.decodes:
         rows = _gather(pool, layer_in_group, decodes.blocks)
         scores = torch.bmm(q.index_select(0, decodes.rows), rows.transpose(1, 2)).add_(decodes.mask)
-        mixed = torch.bmm(torch.softmax(scores, dim=-1), rows[..., :rank])
+        # Of whole rows: a batched product copies a factor that is a slice.
+        mixed = torch.bmm(torch.softmax(scores, dim=-1), rows)[..., :rank]
         out.index_copy_(0, decodes.rows, mixed)
     return out
 
@@ -109,10 +111,10 @@ def _blocks(span: SequenceSpan) -> int:
 
 
 def _gather(pool: Tensor, layer_in_group: int, blocks: Tensor) -> Tensor:
-    """One layer's rows of `blocks` [B, n]: [B, n * 16, width]."""
+    """One layer's rows of `blocks` [B, n]: [B, n * 16, width], until the next gather."""
     _, layers, _, _, _, width = pool.shape
     runs = (blocks * layers + layer_in_group).flatten()
-    found = pool.view(-1, BLOCK_TOKENS * width).index_select(0, runs)
+    found = gather_rows(pool.view(-1, BLOCK_TOKENS * width), runs)
     return found.view(len(blocks), -1, width)
 
 
