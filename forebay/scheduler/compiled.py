@@ -53,11 +53,17 @@ _AHEAD = 32
 
 
 def _compiled(signature: Any) -> Callable[[_Loop], _Loop]:
-    return cast("Callable[[_Loop], _Loop]", numba.njit(signature, cache=True, nogil=True))
+    def made(loop: _Loop) -> _Loop:
+        try:
+            return cast("_Loop", numba.njit(signature, cache=True)(loop))
+        except RuntimeError:  # there is no place to keep the result in: then at every start
+            return cast("_Loop", numba.njit(signature)(loop))
+
+    return made
 
 
 def _inlined(loop: _Loop) -> _Loop:
-    return cast("_Loop", numba.njit(loop, inline="always", cache=True))
+    return cast("_Loop", numba.njit(loop, inline="always"))
 
 
 # --- the table of keys (see `KeyTable`) ----------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
@@ -137,6 +138,21 @@ def test_costs_are_the_same(seed: int) -> None:
     for name in Estimate.__slots__:
         plain, looped = (getattr(one, name) for one in found)
         assert looped == pytest.approx(plain, abs=1 if name == "cached" else 1e-9), name
+
+
+@needs_numba
+def test_where_nothing_can_be_kept_loops_are_compiled_at_every_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    from numba import int64, njit
+
+    from forebay.scheduler import compiled
+
+    def homeless(*given: Any, cache: bool = False, **more: Any) -> Any:
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return njit(*given, **more)
+
+    monkeypatch.setattr(compiled.numba, "njit", homeless)
+    assert compiled._compiled(int64(int64))(lambda number: 3 * number)(14) == 42
 
 
 def test_without_numba_it_goes_on_with_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
