@@ -139,6 +139,12 @@ def test_adjustments_and_priority_reach_the_worker(front: Front) -> None:
     assert ask.sampling.logit_bias == {5: -100.0, 70: 1.5} and ask.priority == -3
 
 
+def test_stop_strings_count_from_the_minimum_on(front: Front) -> None:
+    for least, text in ((0, "a"), (2, "a"), (3, "a.b"), (4, "a.b"), (5, "a.b.c")):
+        answer = front.complete("|a.b.c", stop=["."], min_tokens=least).json()["choices"][0]
+        assert answer["text"] == text, least
+
+
 def test_a_tokens_of_the_requests_own_ends_its_text(front: Front) -> None:
     choice = front.complete("|abc", stop_token_ids=[ord("c") + 2], ignore_eos=True, max_tokens=4).json()["choices"][0]
     assert choice["text"] == "ab", "the worker goes on; what ends the answer is no text"

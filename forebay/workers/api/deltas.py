@@ -60,7 +60,7 @@ class Choice:
         try:
             for token in self.resumed:
                 self.produced += 1
-                found = self._find(finder.feed(self._text(decoder, token)))
+                found = self._find(finder.feed(self._text(decoder, token), may_stop=self._may_stop))
                 finish = self._resumed_finish(token in self.ends or finder.stopped)
                 out = TokenOut(self.call.id, 0, self.produced - 1, token)
                 yield Delta(found.text, (out,), silent=True, calls=found.calls)
@@ -76,7 +76,7 @@ class Choice:
                         yield self._last(finder.feed(decoder.flush()) + finder.flush(), finish)
                         return
                     self.produced += 1
-                    text = finder.feed(self._text(decoder, event.token))
+                    text = finder.feed(self._text(decoder, event.token), may_stop=self._may_stop)
                     if finder.stopped:
                         yield self._last(text, "stop", (event,))
                         return
@@ -84,6 +84,10 @@ class Choice:
                     yield Delta(found.text, (event,), calls=found.calls)
         finally:
             self.link.stop(self.call)
+
+    @property
+    def _may_stop(self) -> bool:
+        return self.produced >= self.call.sampling.min_tokens
 
     def _text(self, decoder: Decoder, token: int) -> str:
         if token in self.ends:

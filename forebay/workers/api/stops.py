@@ -14,12 +14,16 @@ class StopFinder:
     stopped: bool = False
     _held: str = field(default="")
 
-    def feed(self, text: str) -> str:
-        """Text that can be emitted now. Once `stopped`, nothing more."""
+    def feed(self, text: str, *, may_stop: bool = True) -> str:
+        """Text that can be emitted now. Once `stopped`, nothing more. What comes while it may not stop is no part of a
+        stop string."""
         if self.stopped:
             return ""
         if not self.stops:
             return text
+        if not may_stop:
+            held, self._held = self._held, ""
+            return held + text
         self._held += text
         found = [at for stop in self.stops if (at := self._held.find(stop)) >= 0]
         if found:
