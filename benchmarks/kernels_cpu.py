@@ -135,7 +135,7 @@ def latents(report: Report) -> None:
 def moving(report: Report) -> None:
     """Cache writes of a prefill, and granules out of the pool."""
     pool = noise(512, 4, 2, KV_HEADS, 16, DIM)
-    slots = torch.randperm(512 * 16)[:2048]
+    slots = (torch.randperm(512)[:128, None] * 16 + torch.arange(16)).flatten()
     kv, rows = noise(2048, 2 * KV_HEADS, DIM), slot_rows(pool, slots)
     blocks = torch.randperm(512)[:128].tolist()
     out = torch.empty(128, pool[0].numel() * 2, dtype=torch.uint8)

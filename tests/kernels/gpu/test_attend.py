@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from forebay.kernels.gpu.attend import Tiling, attend
 from forebay.kernels.paged import Scores
@@ -116,3 +118,20 @@ def test_an_empty_batch_is_answered() -> None:
     none = make_case([(0, 3)])
     found = attend(case.q[:0], case.pool, 0, none.where, Scores(0.3), SPLIT)
     assert found.out.shape == (0, 4, 16) and found.lse.values.shape == (0, 4)
+
+
+@settings(max_examples=12)
+@given(
+    sequences=st.lists(st.tuples(st.sampled_from([0, 1, 1, 5]), st.integers(0, 50)), min_size=1, max_size=3),
+    window=st.one_of(st.none(), st.integers(1, 40)),
+    shared=st.integers(1, 3),
+    splits=st.integers(1, 3),
+    holes=st.booleans(),
+)
+def test_any_batch(
+    sequences: list[tuple[int, int]], window: int | None, shared: int, splits: int, holes: bool
+) -> None:
+    case = make_case(sequences, heads=shared, kv_heads=1, window=window)
+    if holes:
+        case.where.tables[:, ::2] = -1
+    assert_as_defined(case, Scores(0.3, window=window), Tiling(16, 32, splits))
