@@ -12,7 +12,7 @@ own fields (state, generation) as COMMITTED and 0.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -184,6 +184,13 @@ class SecondaryTier(ABC):
         if scope.tenant is None and not scope.parent:
             return self.clear(scope.namespace)
         return None
+
+    def clear_steps(self, scope: ClearScope) -> Iterator[int] | None:
+        """`clear_scope` for a tier that may have very many chunks: how many left sight with each step, and all have
+        after the last. Between two steps the tier is given other work. One that ends early is begun anew. By default
+        there is one step."""
+        count = self.clear_scope(scope)
+        return None if count is None else iter((count,))
 
     @abstractmethod
     def statistics(self) -> TierStats:

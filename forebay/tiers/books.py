@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from forebay.tiers.base import ChunkId, ClearScope
 from forebay.tiers.fs.ledger import Ledger
@@ -59,11 +59,10 @@ class Books:
         """Take chunks out of sight; how many were there."""
         return self._now_leaving(self.manifest.leave(chunks, reason))
 
-    def remove_scope(self, scope: ClearScope) -> int:
-        """Take what a scope covers out of sight; how many chunks."""
-        if scope.tenant is None and not scope.parent:
-            return self._now_leaving(self.manifest.leave_namespace(scope.namespace, "cleared"))
-        return self._now_leaving(self.manifest.leave_scope(scope, "cleared"))
+    def remove_scope(self, scope: ClearScope) -> Iterator[int]:
+        """Take what a scope covers out of sight; how many chunks with each step."""
+        for gone in self.manifest.leave_scope(scope, "cleared"):
+            yield self._now_leaving(gone)
 
     def _now_leaving(self, gone: Sequence[Leaving]) -> int:
         size = sum(left.disk for left in gone)

@@ -6,7 +6,8 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -50,6 +51,8 @@ J = TypeVar("J", StoreJob, LoadJob)
 LOOK_S = 0.02
 """How often a tier that calls no waker is asked while something is open."""
 OPEN_LOOKUPS_MAX = 1024
+CLEAR_S = 0.05
+"""So long a clear goes on before other messages have their turn. The daemon never has more open than it may."""
 EXCEPTIONS_MAX = 8
 """Calls in a row that raise: then the tier is switched off. Its process ends; the next one comes later each time."""
 
@@ -63,6 +66,22 @@ class _OpenLookup:
     until: float
 
 
+@dataclass(slots=True)
+class _OpenClear:
+    """A clear under way; None for steps: the tier can't tell what is meant. `count` is how many chunks have gone."""
+
+    rid: int
+    steps: Iterator[int] | None
+    count: int = 0
+
+    def step(self) -> bool:
+        """Do some of it; True if that was the last."""
+        assert self.steps is not None
+        found = next(self.steps, None)
+        self.count += found or 0
+        return found is None
+
+
 class TierService:
     """Handles messages for one tier. `progress` passes on what the tier has finished."""
 
@@ -73,6 +92,7 @@ class TierService:
         self._maps: dict[int, tuple[mmap.mmap, memoryview]] = {}
         self._open_jobs: set[int] = set()
         self._lookups: list[_OpenLookup] = []
+        self._clears: deque[_OpenClear] = deque()
         self._exceptions = self._in_a_row = 0
         self._stray_results = 0
         # A tier that keeps the default never calls the waker, so it has to be asked.
@@ -109,19 +129,40 @@ class TierService:
             self._tier.forget(message.chunks, message.reason)
             return Forgotten(message.rid)
 
-        self._removed("forget", forget)
-
-    def _clear(self, message: ClearTier) -> None:
-        self._removed("clear", lambda: Cleared(message.rid, self._tier.clear_scope(message.scope)))
-
-    def _removed(self, what: str, remove: Callable[[], Forgotten | Cleared]) -> None:
-        """Remove something and say so. A tier that can't must not go on serving it: it ends, and the daemon, which
-        has no answer, asks the next process again."""
-        answer = self._guard(what, remove)
+        answer = self._guard("forget", forget)
         if answer is None:
-            self.failed = self.stopping = True
+            self._cannot_remove()
         else:
             self._link.send(answer)
+
+    def _clear(self, message: ClearTier) -> None:
+        def begin() -> _OpenClear:
+            return _OpenClear(message.rid, self._tier.clear_steps(message.scope))
+
+        clear = self._guard("clear", begin)
+        if clear is None:
+            self._cannot_remove()
+        elif clear.steps is None:
+            self._link.send(Cleared(message.rid, None))
+        else:
+            self._clears.append(clear)
+
+    def _step_clears(self) -> None:
+        """Go on with what is being cleared, for a moment."""
+        until = self._clock() + CLEAR_S
+        while self._clears and not self.stopping and self._clock() < until:
+            clear = self._clears[0]
+            answer = self._guard("clear", clear.step)
+            if answer is None:
+                self._clears.clear()
+                self._cannot_remove()
+            elif answer:
+                self._clears.popleft()
+                self._link.send(Cleared(clear.rid, clear.count))
+
+    def _cannot_remove(self) -> None:
+        """It must not go on serving that: it ends, and the daemon, which has no answer, asks the next process again."""
+        self.failed = self.stopping = True
 
     def _guard(self, what: str, call: Callable[[], T]) -> T | None:
         """Call into the tier; an exception is logged and counted, and gives None."""
@@ -197,6 +238,7 @@ class TierService:
 
     def progress(self) -> None:
         """Pass on changes, results and late answers. Changes first: a result is told after it is true."""
+        self._step_clears()
         if self._link.congested:
             return
         changes = list(self._guard("take_changes", self._tier.take_changes) or ())
@@ -243,6 +285,8 @@ class TierService:
 
     def next_look_s(self) -> float | None:
         """How long the loop may sleep without a wake-up; None for as long as it likes."""
+        if self._clears:
+            return 0.0
         if self._must_ask:
             return LOOK_S if self._open_jobs or self._lookups else None
         if not self._lookups:
@@ -257,6 +301,7 @@ class TierService:
             "process.exceptions": float(self._exceptions),
             "process.stray_results": float(self._stray_results),
             "process.open_jobs": float(len(self._open_jobs)),
+            "process.open_clears": float(len(self._clears)),
             "process.out_bytes": float(self._link.out_bytes),
         }
         return TierStats({**stats.values, **process}, {**stats.info, "pid": str(os.getpid())})

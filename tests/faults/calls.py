@@ -35,7 +35,7 @@ BY_DESCRIPTOR = (
 )  # fmt: skip
 OF_MANIFEST = (
     "get", "count", "totals", "begin_write", "end_write", "unfinished", "commit", "touch", "drop", "leave",
-    "leave_coldest", "leave_namespace", "list_leaving", "bury",
+    "leave_coldest", "leave_scope", "list_leaving", "bury",
 )  # fmt: skip
 READS, WRITES = ("pread", "preadv"), ("pwrite", "pwritev")
 HANG_S_MAX = 20.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from forebay.errors import AlreadyRunning, NoSpace, TierUnavailable
 from forebay.tiers.base import ChunkId, ClearScope, JobResult, LoadJob, LookupResult, Query, StoreJob
@@ -45,13 +45,24 @@ class Clinging(FsTier):
         self._try()
         super().forget(chunks, reason)
 
-    def clear_scope(self, scope: ClearScope) -> int:
+    def clear_steps(self, scope: ClearScope) -> Iterator[int]:
+        yield 0
         self._try()
-        return super().clear_scope(scope)
+        yield from super().clear_steps(scope)
 
     def _try(self) -> None:
         if os.path.exists(self._held):
             raise RuntimeError("not now")
+
+
+class Thorough(Plain):
+    """Has so much to clear that it takes two seconds, in steps."""
+
+    def clear_steps(self, scope: ClearScope) -> Iterator[int]:
+        for _ in range(40):
+            time.sleep(0.05)
+            yield 0
+        yield self.clear_scope(scope)
 
 
 class Sleeping(Plain):

@@ -10,9 +10,9 @@ import pytest
 
 from forebay.kvstore.header import decode_header
 from forebay.kvstore.identity import pack_tokens
-from forebay.tiers.base import ChunkId, Query
+from forebay.tiers.base import ChunkId, ClearScope, Query
 from forebay.tiers.fs import state
-from forebay.tiers.fs.manifest import Manifest, Record
+from forebay.tiers.fs.manifest import PAGE_CHUNKS, Manifest, Record, tenant_digest
 from forebay.tiers.fs.opening import directory_id, lock_directory, make_folders
 from forebay.tiers.fs.options import FsOptions
 from forebay.tiers.fs.paths import Paths
@@ -72,6 +72,27 @@ def test_what_is_held_is_announced_after_a_restart_once(rig: FsRig) -> None:
         assert all(change.stored for change in driver.changes)
         headers = {change.chunk: decode_header(change.header) for change in driver.changes}
         assert headers == {chunk.id: chunk.header for chunk in [*old, new]}
+
+
+@pytest.mark.parametrize(
+    "scope", [ClearScope(), ClearScope(b"n" * 32, "acme"), ClearScope(b"n" * 32, None, 1, b"r" * 32)], ids=str
+)
+def test_many_chunks_are_cleared_in_steps_so_that_nobody_waits_for_all_of_them(
+    tmp_path: Path, scope: ClearScope
+) -> None:
+    manifest = Manifest(tmp_path, 64 << 20)
+    parent = b"r" * 32
+    for number in range(2 * PAGE_CHUNKS + 5):
+        record = Record(
+            parent=parent, namespace=b"n" * 32, unit=b"u" * 8, start=32 * number, tokens=32, header=4096, length=8192,
+            disk=8192, tenant=tenant_digest("acme"),
+        )  # fmt: skip
+        parent = number.to_bytes(32, "big")
+        manifest.commit(ChunkId(0, parent), record)
+    counts = [len(gone) for gone in manifest.leave_scope(scope, "cleared")]
+    assert sum(counts) == 2 * PAGE_CHUNKS + 5 and max(counts) <= PAGE_CHUNKS
+    assert manifest.count() == 0
+    manifest.close()
 
 
 @pytest.mark.parametrize("loss", ["removed", "garbage", "cut short", "other boot", "other directory", "asked for"])

@@ -432,6 +432,22 @@ def test_a_tier_that_fails_to_remove_is_switched_off_until_it_can(pool: Pool, tm
     asyncio.run(scenario())
 
 
+def test_a_clear_that_takes_longer_than_a_hang_is_none_and_other_work_goes_on(pool: Pool) -> None:
+    async def scenario() -> None:
+        chunk = make_chunk()
+        async with hosted(pool, ODD + "Thorough") as w:
+            w.host.store([w.store_job(1, chunk)])
+            await w.until(lambda: w.ids() == [1])
+            clearing = [asyncio.create_task(w.host.clear(b"", 20.0)) for _ in range(2)]
+            await asyncio.sleep(0)
+            found = await w.host.lookup([chunk.query()], 5.0)
+            assert found[0].outcome == "hit" and not clearing[0].done(), "the clear is still going on"
+            assert await asyncio.gather(*clearing) == [1, 0]
+            assert w.host.pid == w.suspect, "nobody took it for hanging"
+
+    asyncio.run(scenario())
+
+
 # --- what tiers do wrong -----------------------------------------------------------------------------------
 
 

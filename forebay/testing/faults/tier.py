@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -222,6 +222,9 @@ class FaultyTier(SecondaryTier):
 
     def clear_scope(self, scope: ClearScope) -> int | None:
         return self.inner.clear_scope(scope)
+
+    def clear_steps(self, scope: ClearScope) -> Iterator[int] | None:
+        return self.inner.clear_steps(scope)
 
     def statistics(self) -> TierStats:
         return self.inner.statistics()

@@ -174,11 +174,12 @@ class Mirror:
         """Take chunks out of sight; `reap` removes their files."""
         return len(self.manifest.leave(chunks, reason))
 
-    def leave_scope(self, scope: ClearScope) -> int:
-        """Ask the seat to clear a scope, and take what is known of it out of sight."""
-        with self._lock:  # nothing is taken up between the two
+    def leave_scope(self, scope: ClearScope) -> Iterator[int]:
+        """Ask the seat to clear a scope, and take what is known of it out of sight; how many chunks with each step."""
+        with self._lock:  # from now on nothing of it is taken up
             self.mailbox.leave(Request(scope=scope, reason="cleared"))
-            return len(self.manifest.leave_scope(scope, "cleared"))
+        for gone in self.manifest.leave_scope(scope, "cleared"):
+            yield len(gone)
 
     def reap(self) -> bool:
         """Remove some files of chunks that are out of sight; False if there are none."""

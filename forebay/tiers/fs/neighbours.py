@@ -168,10 +168,11 @@ class Neighbours:
 
     # --- clearing: from the loop's thread --------------------------------------------------------------
 
-    def clear_scope(self, scope: ClearScope) -> int:
-        """Clear at all other seats, whoever sits there: true when this returns, files go a little later."""
+    def clear_scope(self, scope: ClearScope) -> Iterator[int]:
+        """Clear at all other seats, whoever sits there, in steps: true after the last, files go a little later."""
         self.look()
-        return sum(mirror.leave_scope(scope) for mirror in self.mirrors)
+        for mirror in self.mirrors:
+            yield from mirror.leave_scope(scope)
 
     def forget(self, chunks: Sequence[ChunkId], reason: str) -> None:
         """Remove chunks at all other seats."""
@@ -254,7 +255,8 @@ class Neighbours:
             request = received.request
             if received.name not in self._applied:
                 if request.scope is not None:
-                    self._shelf.remove_scope(request.scope)
+                    for _ in self._shelf.remove_scope(request.scope):
+                        self._kick()
                 for chunk in request.gone:
                     self._shelf.vanished(chunk)
                 self._applied.add(received.name)

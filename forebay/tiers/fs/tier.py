@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -264,11 +264,13 @@ class FsTier(SecondaryTier):
         return self.clear_scope(ClearScope(namespace))
 
     def clear_scope(self, scope: ClearScope) -> int:
+        return sum(self.clear_steps(scope))
+
+    def clear_steps(self, scope: ClearScope) -> Iterator[int]:
         with self._outbox.noting_errors():
-            count = self._shelf.remove_scope(scope)
-            count += self._neighbours.clear_scope(scope)
-        self._keeper.kick()
-        return count
+            for count in chain(self._shelf.remove_scope(scope), self._neighbours.clear_scope(scope)):
+                self._keeper.kick()
+                yield count
 
     def statistics(self) -> TierStats:
         shelf, ledger = self._shelf, self._shelf.ledger

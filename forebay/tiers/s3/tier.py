@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -202,12 +202,15 @@ class S3Tier(SecondaryTier):
         return self.clear_scope(ClearScope(namespace))
 
     def clear_scope(self, scope: ClearScope) -> int:
+        return sum(self.clear_steps(scope))
+
+    def clear_steps(self, scope: ClearScope) -> Iterator[int]:
         clear = self._clears.add(scope)
         self._sightings.forget_if(lambda seen: clear.covers(seen.namespace, seen.tenant, seen.start, seen.modified))
         with self._outbox.noting_errors():
-            count = self._holdings.remove_scope(scope)
-        self._keeper.kick()
-        return count
+            for count in self._holdings.remove_scope(scope):
+                self._keeper.kick()
+                yield count
 
     def statistics(self) -> TierStats:
         holdings, ledger = self._holdings, self._holdings.ledger
