@@ -235,12 +235,15 @@ def prefix_keys(parent: Any, tokens: Any, weights: Any, depth: Any, extras: Any)
     return keys
 
 
-@_compiled(_MATCH(_U8S, _U4S, _U4S, _U8, _KEYS, _I8S))
-def match(flat: Any, passed: Any, sets: Any, shift: Any, keys: Any, kind_of: Any) -> Any:
+@_compiled(_MATCH(_U8S, _U4S, _U4S, _U8, _KEYS, _I8S, _I8[:, ::1]))
+def match(flat: Any, passed: Any, sets: Any, shift: Any, keys: Any, kind_of: Any, room: Any) -> Any:
     """Leading keys that are there, in runs of equal sets: their number, and `starts`, `which`, `first` of
-    `PrefixMatch`, and the number of each different set. `kind_of` is scratch, one -1 a set number, and left so."""
-    starts, which = np.empty(keys.size, np.int64), np.empty(keys.size, np.int64)
-    first, distinct = np.empty(keys.size, np.int64), np.empty(keys.size, np.int64)
+    `PrefixMatch`, and the number of each different set.
+
+    `kind_of` is scratch, one -1 a set number, and left so; `room` is four rows as long as `keys` at least, given since
+    fresh memory is paged in anew at every call.
+    """
+    starts, which, first, distinct = room[0], room[1], room[2], room[3]
     homes, heads = np.empty(_AHEAD, np.int64), np.empty(_AHEAD, np.uint64)
     blocks, runs, kinds, before = 0, 0, 0, np.int64(-1)
     for begin in range(0, keys.size, _AHEAD):
@@ -267,7 +270,7 @@ def match(flat: Any, passed: Any, sets: Any, shift: Any, keys: Any, kind_of: Any
             break
     for kind in range(kinds):
         kind_of[distinct[kind]] = -1
-    return blocks, starts[:runs], which[:runs], first[:kinds], distinct[:kinds]
+    return blocks, starts[:runs].copy(), which[:runs].copy(), first[:kinds].copy(), distinct[:kinds].copy()
 
 
 @_inlined

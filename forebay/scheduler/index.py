@@ -82,6 +82,7 @@ class PrefixIndex:
         self._table = KeyTable(np.uint32, expected=expected)
         self._sets = HolderSets()
         self._kind_of = np.full(64, -1, np.int64)
+        self._room = np.empty((4, 64), np.int64)
         self._entries = 0
         self._refused = 0
 
@@ -142,7 +143,9 @@ class PrefixIndex:
 
     def _match_compiled(self, keys: Keys, nested: bool) -> PrefixMatch:
         table = self._table
-        found = table.match_nested(keys) if nested else table.match(keys, self._scratch())
+        if keys.size > self._room.shape[1]:
+            self._room = np.empty((4, keys.size), np.int64)
+        found = table.match_nested(keys) if nested else table.match(keys, self._scratch(), self._room)
         blocks, starts, which, first, distinct = found
         return PrefixMatch(blocks, starts, which, first, self._sets.listed(distinct.tolist()))
 

@@ -72,9 +72,9 @@ class KeyTable:
             return found
         return self._find(_named(keys))
 
-    def match(self, keys: Keys, kind_of: Slots) -> Any:
+    def match(self, keys: Keys, kind_of: Slots, room: Slots) -> Any:
         """Compiled alone: see `compiled.match`. The sets are the first column's."""
-        return compiled_loops().match(self._flat, self._passed, self.columns[0], self._shift, keys, kind_of)
+        return compiled_loops().match(self._flat, self._passed, self.columns[0], self._shift, keys, kind_of, room)
 
     def match_nested(self, keys: Keys) -> Any:
         """Compiled alone: see `compiled.match_nested`."""
