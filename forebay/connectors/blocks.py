@@ -6,6 +6,13 @@
 
 Block 0 is the engine's hole: what lay there has left its window, or was never brought. Nothing is read from it, and
 nothing written.
+
+A window may begin in the middle of a block. The engine takes each block that it has as whole, for other requests too,
+so what is loaded begins where the blocks do:
+
+    window of a hit at 448             |<----------------------->|
+    blocks of such a group   0    0    |   9   |   4   |   5   |     (one hole for each block that lies before)
+                                       ^ loaded from here, not from the window's first token
 """
 
 from __future__ import annotations
@@ -69,6 +76,16 @@ def holds(first: int, last: int, block_tokens: int, table: Sequence[int]) -> boo
     """Are all tokens [first, last) in blocks?"""
     places = range(first // block_tokens, -(-last // block_tokens))
     return places.stop <= len(table) and all(table[place] != NO_BLOCK for place in places)
+
+
+def held_from(first: int, last: int, block_tokens: int, table: Sequence[int]) -> int:
+    """The token in [first, last] from which on all are in blocks: what follows the last hole."""
+    place = -(-last // block_tokens)
+    if place > len(table):
+        return last
+    while place > first // block_tokens and table[place - 1] != NO_BLOCK:
+        place -= 1
+    return min(max(first, place * block_tokens), last)
 
 
 def cut(first: int, last: int, block_tokens: int, table: Sequence[int]) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from forebay.connectors.blocks import held_from
 from forebay.connectors.copying import GroupCopier, checksums
 from forebay.connectors.link import StoreLink
 from forebay.connectors.orders import Load, Orders, Span
@@ -370,7 +371,9 @@ class Mover:
         if any(chunk.extent not in self._link.client.extents for chunk in load.chunks):
             await asyncio.wait_for(self._link.client.map_extents(), ANSWER_S)
         loop = asyncio.get_running_loop()
-        wanted = [(chunk, *span) for chunk in load.chunks if (span := self._wanted(load, chunk)) is not None]
+        starts = [self._start(load, group) for group in range(len(self._copiers))]
+        wanted = [(chunk, *span) for chunk in load.chunks if (span := _wanted(load, chunk, starts)) is not None]
+        _check_whole(load, starts, wanted)
         halves = [wanted[0::2], wanted[1::2]] if len(wanted) > 1 else [wanted]
         copies = [loop.run_in_executor(self._threads, self._copy_in, load, half) for half in halves]
         results = await asyncio.gather(*copies, return_exceptions=True)  # none may still write when it is reported
@@ -378,12 +381,17 @@ class Mover:
         if errors:
             raise errors[0]
 
-    def _wanted(self, load: Load, chunk: ChunkRead) -> tuple[int, int] | None:
-        """Which tokens of a chunk the request needs; None: none."""
-        geometry = self._geometries[chunk.group]
-        first = max(load.first, chunk.start, needed_from(geometry, load.hit))
-        last = min(load.hit, chunk.start + chunk.tokens)
-        return (first, last) if first < last else None
+    def _start(self, load: Load, group: int) -> int:
+        """From which token on the engine has blocks for a group's load, all of which have to be filled: it takes each
+        for whole afterwards. Raises LookupError if it lacks one that the hit needs."""
+        parts = [stack.part for stack in self._copiers[group].stacks]
+        starts = {
+            held_from(load.first, load.hit, part.block_tokens, load.tables[part.engine_group]) for part in parts
+        }
+        needed = max(load.first, needed_from(self._geometries[group], load.hit))
+        if max(starts) > needed:
+            raise LookupError(f"no block holds token {needed}")
+        return min(starts)
 
     def _copy_in(self, load: Load, wanted: Sequence[tuple[ChunkRead, int, int]]) -> None:
         """Copy, then verify: what is found wrong is never used, since the request is computed then."""
@@ -416,3 +424,22 @@ class Mover:
     def gauges(self) -> dict[str, int]:
         """Present figures."""
         return {"queue.bytes": self.queued_bytes, "loads.running": self.loading, "tails.running": self.sending}
+
+
+def _wanted(load: Load, chunk: ChunkRead, starts: Sequence[int]) -> tuple[int, int] | None:
+    """Which tokens of a chunk are loaded; None: none. `starts` are by group."""
+    first = max(starts[chunk.group], chunk.start)
+    last = min(load.hit, chunk.start + chunk.tokens)
+    return (first, last) if first < last else None
+
+
+def _check_whole(load: Load, starts: Sequence[int], wanted: Sequence[tuple[ChunkRead, int, int]]) -> None:
+    """Raises LookupError unless all tokens of each group come: a block that stays half empty would be served."""
+    for group, start in enumerate(starts):
+        filled = start
+        for _, first, last in sorted((w for w in wanted if w[0].group == group), key=lambda w: w[1]):
+            if first > filled:
+                break
+            filled = max(filled, last)
+        if filled < load.hit:
+            raise LookupError(f"nothing was promised for token {filled} of group {group}")

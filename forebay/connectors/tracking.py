@@ -24,7 +24,7 @@ from forebay.connectors.orders import Load, Orders, Span, Tables
 from forebay.connectors.questions import Answer, Question
 from forebay.kvstore.geometry import MATCH_UNIT
 from forebay.kvstore.identity import Namespace, pack_tokens
-from forebay.kvstore.layout import round_down
+from forebay.kvstore.layout import needed_from, round_down
 
 STALE_S = 20.0
 """An answer whose request has had no blocks for so long is given back, and asked for anew."""
@@ -141,18 +141,40 @@ class Tracker:
         tracked = self.requests.get(request_id)
         if tracked is None or tracked.failures >= FAILURES_MAX:
             return 0
+        if tracked.stage is Stage.ASKING:
+            self._hear(tracked, wait)
         if tracked.stage is Stage.ANSWERED and self._stale(tracked):
             self._give_back(tracked)
             tracked.stage = Stage.NEW
         if tracked.stage in (Stage.NEW, Stage.RUNNING):
             self._ask(tracked, computed)
-        if tracked.stage is Stage.ASKING:
-            self._hear(tracked, wait)
+            if tracked.stage is Stage.ASKING:
+                self._hear(tracked, wait)
         if tracked.stage is Stage.ASKING:
             return None
         tracked.promised_from = computed
         gained = tracked.answer.hit - computed if tracked.answer is not None else 0
-        return gained if gained >= self.load_min else 0
+        if gained < self.load_min:
+            return 0
+        if not self._fills_blocks(tracked.answer, computed):
+            self.counters["lookups.uneven"] += 1
+            return 0
+        return gained
+
+    def _fills_blocks(self, answer: Answer | None, computed: int) -> bool:
+        """Do the chunks fill each block that the engine will have for the hit? It takes a block for whole, also where
+        the window begins in its middle."""
+        assert answer is not None
+        for group, geometry in enumerate(self.namespace.groups):
+            sizes = [engine.block_tokens for engine in self.groups if group in engine.serves]
+            at = max(computed, min(round_down(needed_from(geometry, answer.hit), size) for size in sizes))
+            for chunk in sorted((c for c in answer.chunks if c.group == group), key=lambda c: c.start):
+                if chunk.start > at:
+                    break
+                at = max(at, chunk.start + chunk.tokens)
+            if at < answer.hit:
+                return False
+        return True
 
     def _stale(self, tracked: Tracked) -> bool:
         """Don't promise what may be gone, nor hold what isn't served."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.connectors.blocks import NO_BLOCK, cut, holds, pieces, split
+from forebay.connectors.blocks import NO_BLOCK, cut, held_from, holds, pieces, split
 from forebay.kvstore.geometry import MATCH_UNIT
 
 BLOCK_TOKENS = st.sampled_from([1, 8, 16, 24, 32, 48, 64, 128, 512])
@@ -67,6 +67,20 @@ def test_a_hole_is_never_read_nor_written() -> None:
     with pytest.raises(LookupError):
         pieces(0, 0, 64, 16, [3, 4, 5])
     assert not holds(0, 48, 16, table) and holds(32, 48, 16, table) and not holds(32, 64, 16, table)
+
+
+@given(requests(), st.data())
+def test_what_is_held_begins_after_the_last_hole(
+    request: tuple[int, int, int, int, list[int]], data: st.DataObject
+) -> None:
+    _, first, last, block_tokens, table = request
+    holes = data.draw(st.sets(st.integers(0, len(table) - 1)))
+    holed = [NO_BLOCK if place in holes else block for place, block in enumerate(table)]
+    begin = held_from(first, last, block_tokens, holed)
+    assert first <= begin <= last
+    assert all(holds(token, token + 1, block_tokens, holed) for token in range(begin, last))
+    assert begin in (first, last) or begin % block_tokens == 0
+    assert begin == first or not holds(begin - 1, begin, block_tokens, holed)
 
 
 def test_blocks_that_are_cut_finer_keep_their_order_and_their_holes() -> None:

@@ -104,17 +104,21 @@ def ranks(cluster: Cluster) -> Iterator[list[Rank]]:
         rank.mover.close()
 
 
+WINDOW = GroupGeometry("window", "window", (0, 1, 2), 4, 6, "float32", 20)
+
+
 def rank(
     cluster: Cluster, ranks: list[Rank], *, seed: int = 0, place: int = 0, size: int = 1, queue_bytes: int = 1 << 30,
     block_tokens: int = 32, connected: bool = True, name: Namespace | None = None,
+    geometry: GroupGeometry = FULL,
 ) -> Rank:  # fmt: skip
-    one = engine(FULL, block_tokens=block_tokens, seed=seed, rank=place, ranks=size)
+    one = engine(geometry, block_tokens=block_tokens, seed=seed, rank=place, ranks=size)
     link = StoreLink(cluster.store_address, name="test", group=b"g" * 16)
     mover = Mover(
-        link, [FULL], [one.copier], writers=[size], writes=[split_heads(4, place, size).replica == 0],
+        link, [geometry], [one.copier], writers=[size], writes=[split_heads(4, place, size).replica == 0],
         queue_bytes=queue_bytes, store_wait_s=0.05,
     )  # fmt: skip
-    made = Rank(one, link, mover, name or namespace())
+    made = Rank(one, link, mover, name or namespace(geometry))
     ranks.append(made)
     link.start()
     link.use(made.namespace)
@@ -203,6 +207,38 @@ def test_a_load_into_a_hole_fails_and_is_reported(cluster: Cluster, ranks: list[
     assert answer is not None
     one.step(one.orders(loads=[one.load(answer, tables=((0, 0),))]))
     assert one.done().failed == {"r"}
+
+
+@pytest.mark.parametrize("block_tokens", [16, 32, 64])
+def test_every_block_that_the_engine_has_of_a_window_is_filled_whole(
+    cluster: Cluster, ranks: list[Rank], block_tokens: int
+) -> None:
+    """It serves a block to other requests, which need more of it than this one's window."""
+    writer = rank(cluster, ranks, geometry=WINDOW)
+    reader = rank(cluster, ranks, seed=1, block_tokens=block_tokens, geometry=WINDOW)
+    fill(writer.engine, range(2 * CHUNK))
+    writer.step(writer.orders(spans=[writer.span("w", 0, CHUNK), writer.span("w", CHUNK, 2 * CHUNK)]))
+    writer.settled()
+    answer = reader.ask(limit=CHUNK + 48)
+    assert answer is not None and answer.hit == CHUNK + 48
+    skipped = (answer.hit - 20 + 1) // block_tokens  # as the engine counts: those are holes
+    tables = ((0,) * skipped + reader.engine.tables[0][skipped:],)
+    reader.step(reader.orders(loads=[reader.load(answer, tables=tables)], idle=True))
+    done = reader.done()
+    assert done.received == {"r"} and not done.failed
+    assert same(reader.engine, writer.engine, skipped * block_tokens, answer.hit)
+
+
+def test_a_load_that_would_leave_a_block_half_empty_fails(cluster: Cluster, ranks: list[Rank]) -> None:
+    writer, reader = rank(cluster, ranks, geometry=WINDOW), rank(cluster, ranks, seed=1, geometry=WINDOW)
+    fill(writer.engine, range(2 * CHUNK))
+    writer.step(writer.orders(spans=[writer.span("w", 0, CHUNK), writer.span("w", CHUNK, 2 * CHUNK)]))
+    writer.settled()
+    answer = reader.ask()
+    assert answer is not None and [chunk.start for chunk in answer.chunks] == [CHUNK]
+    # The engine has blocks from the very beginning, and only the window's chunk is pinned.
+    reader.step(reader.orders(loads=[reader.load(answer)], idle=True))
+    assert reader.done().failed == {"r"}
 
 
 def test_other_weights_dtypes_and_salts_miss(cluster: Cluster, ranks: list[Rank]) -> None:

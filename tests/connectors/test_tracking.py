@@ -14,7 +14,10 @@ from forebay.connectors.keys import RequestKeys
 from forebay.connectors.orders import Tables
 from forebay.connectors.questions import Answer, Question
 from forebay.connectors.tracking import STALE_S, EngineGroup, Stage, Tracker
-from forebay.kvstore.identity import Chain, GroupGeometry, Namespace, pack_tokens, root_key
+from forebay.kvstore.geometry import GroupGeometry
+from forebay.kvstore.identity import Chain, Namespace, pack_tokens, root_key
+from forebay.kvstore.layout import needed_from, round_down
+from forebay.kvstore.protocol import ChunkRead
 
 NAMESPACE = Namespace(
     weights=b"w" * 32,
@@ -62,12 +65,22 @@ class Store:
     def answer(self, question: Question, hit: int, tiers: dict[str, int] | None = None) -> int:
         """Answer as the link does; returns the lease, which is given back at once if nobody wants it."""
         self.leases += 1
-        answer = Answer(self.name, self.leases if hit else 0, hit, (), tiers or {})
+        answer = Answer(self.name, self.leases if hit else 0, hit, tuple(pinned(hit)), tiers or {})
         if answer.lease:
             self.pinned.add(answer.lease)
         if not question.give(answer) and answer.lease:
             self.release(self.name, answer.lease)
         return answer.lease
+
+
+def pinned(hit: int) -> list[ChunkRead]:
+    """What a lookup pins for a hit: as much of each group as it needs, to the unit."""
+    size = NAMESPACE.chunk_tokens
+    return [
+        ChunkRead(group, start, min(size, hit - start), 0, 0, 0, 0, 0, b"")
+        for group, geometry in enumerate(NAMESPACE.groups)
+        for start in range(round_down(needed_from(geometry, hit), size), hit, size)
+    ]
 
 
 class Clock:
@@ -152,6 +165,32 @@ def test_little_is_computed_rather_than_loaded() -> None:
     assert store.released == {1: 1}
 
 
+@pytest.mark.parametrize(("block", "promised"), [(16, 128), (32, 128), (64, 0)])
+def test_a_hit_whose_window_begins_in_a_block_that_would_stay_half_empty_is_not_promised(
+    block: int, promised: int
+) -> None:
+    """128 tokens need 97 and on of the window; blocks of 64 begin at 64, which no chunk that is pinned has."""
+    store = Store()
+    track = Tracker(NAMESPACE, (EngineGroup(16, (0,)), EngineGroup(block, (1,))), store, Clock(), 8)
+    added(track, 140)
+    assert track.matched("r", 0, impatient) is None
+    store.answer(store.questions[0], 128)
+    assert track.matched("r", 0, impatient) == promised
+    assert track.counters["lookups.uneven"] == (promised == 0)
+    track.drop("r")
+    assert store.released == {1: 1}
+
+
+@pytest.mark.parametrize(("computed", "promised"), [(0, 0), (128, 16)])
+def test_what_the_device_has_of_a_block_need_not_be_brought(computed: int, promised: int) -> None:
+    store = Store()
+    track = Tracker(NAMESPACE, (EngineGroup(16, (0,)), EngineGroup(64, (1,))), store, Clock(), 8)
+    added(track, 150)
+    assert track.matched("r", computed, impatient) is None
+    store.answer(store.questions[0], 144)
+    assert track.matched("r", computed, impatient) == promised
+
+
 def test_without_a_store_requests_are_computed_and_nothing_is_ordered() -> None:
     store = Store(name=b"")
     track = tracker(store)
@@ -222,6 +261,17 @@ def test_an_answer_that_no_blocks_are_found_for_is_given_back_in_time() -> None:
     clock.now += STALE_S
     assert track.matched("r", 0, impatient) is None
     assert store.released == {1: 1} and len(store.questions) == 2
+
+
+def test_what_a_store_promised_that_has_gone_meanwhile_is_not_promised() -> None:
+    store = Store()
+    track = tracker(store)
+    added(track)
+    assert track.matched("r", 0, impatient) is None
+    lease = store.answer(store.questions[0], 96)
+    store.name = b"another"
+    assert track.matched("r", 0, impatient) is None
+    assert store.released == {lease: 1} and len(store.questions) == 2
 
 
 def test_what_another_store_promised_is_not_promised_on() -> None:
