@@ -185,10 +185,10 @@ class SecondaryTier(ABC):
             return self.clear(scope.namespace)
         return None
 
-    def clear_steps(self, scope: ClearScope) -> Iterator[int] | None:
+    def clear_steps(self, scope: ClearScope) -> Iterator[int | None] | None:
         """`clear_scope` for a tier that may have very many chunks: how many left sight with each step, and all have
-        after the last. Between two steps the tier is given other work. One that ends early is begun anew. By default
-        there is one step."""
+        after the last. None of a step: there is something to wait for. Between two steps the tier is given other work.
+        Steps that aren't taken to their end are begun anew by the next process. By default there is one."""
         count = self.clear_scope(scope)
         return None if count is None else iter((count,))
 

@@ -44,6 +44,10 @@ def create_tier(kind: str, name: str, options: Mapping[str, object]) -> Secondar
 
 def convert_options(name: str, options: Mapping[str, object], kind: type[Options]) -> Options:
     """`options` as the tier's typed struct. Raises ConfigError that names the option."""
+    takes = [option.encode_name for option in msgspec.structs.fields(kind)]  # type: ignore[arg-type]
+    for option in options:
+        if option not in takes:
+            raise ConfigError(f"tier {name!r} has no option {option!r}; it takes {', '.join(takes)}")
     try:
         return msgspec.convert(dict(options), kind)
     except msgspec.ValidationError as error:

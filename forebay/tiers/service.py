@@ -71,15 +71,18 @@ class _OpenClear:
     """A clear under way; None for steps: the tier can't tell what is meant. `count` is how many chunks have gone."""
 
     rid: int
-    steps: Iterator[int] | None
+    steps: Iterator[int | None] | None
     count: int = 0
+    waiting: bool = False
 
     def step(self) -> bool:
         """Do some of it; True if that was the last."""
         assert self.steps is not None
-        found = next(self.steps, None)
-        self.count += found or 0
-        return found is None
+        for found in self.steps:
+            self.waiting = found is None
+            self.count += found or 0
+            return False
+        return True
 
 
 class TierService:
@@ -150,7 +153,8 @@ class TierService:
     def _step_clears(self) -> None:
         """Go on with what is being cleared, for a moment."""
         until = self._clock() + CLEAR_S
-        while self._clears and not self.stopping and self._clock() < until:
+        left = len(self._clears)  # of those that wait for something, each is asked once
+        while self._clears and left and not self.stopping and self._clock() < until:
             clear = self._clears[0]
             answer = self._guard("clear", clear.step)
             if answer is None:
@@ -159,6 +163,9 @@ class TierService:
             elif answer:
                 self._clears.popleft()
                 self._link.send(Cleared(clear.rid, clear.count))
+            elif clear.waiting:
+                self._clears.rotate(-1)
+                left -= 1
 
     def _cannot_remove(self) -> None:
         """It must not go on serving that: it ends, and the daemon, which has no answer, asks the next process again."""
@@ -286,7 +293,7 @@ class TierService:
     def next_look_s(self) -> float | None:
         """How long the loop may sleep without a wake-up; None for as long as it likes."""
         if self._clears:
-            return 0.0
+            return LOOK_S if all(clear.waiting for clear in self._clears) else 0.0
         if self._must_ask:
             return LOOK_S if self._open_jobs or self._lookups else None
         if not self._lookups:

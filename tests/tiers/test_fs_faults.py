@@ -370,6 +370,11 @@ def test_a_wrong_option_is_named(tmp_path: Path, options: dict[str, object], wor
         FsTier("f", {"directory": str(tmp_path), **options})
 
 
+def test_an_option_that_there_is_none_of_is_answered_with_those_that_there_are(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'f' has no option 'dir'; it takes directory, quota_bytes, "):
+        FsTier("f", {"dir": str(tmp_path)})
+
+
 class AlwaysFull(Device):
     def write_all(self, descriptor: int, parts: Sequence[memoryview], offset: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -12,6 +12,8 @@ from forebay.kvstore.header import decode_header
 from forebay.kvstore.identity import pack_tokens
 from forebay.tiers.base import ChunkId, ClearScope, Query
 from forebay.tiers.fs import state
+from forebay.tiers.fs import tier as fs_tier
+from forebay.tiers.fs.keeper import Keeper
 from forebay.tiers.fs.manifest import PAGE_CHUNKS, Manifest, Record, tenant_digest
 from forebay.tiers.fs.opening import directory_id, lock_directory, make_folders
 from forebay.tiers.fs.options import FsOptions
@@ -20,7 +22,7 @@ from forebay.tiers.fs.state import State
 from forebay.tiers.fs.tier import FsTier
 from tests.tiers.fs_rig import FsRig
 from tests.tiers.many_files import measure
-from tests.tiers.support import Driver, make_chunk, numbered
+from tests.tiers.support import NAMESPACE, ROOT, Driver, InProcess, make_chunk, numbered
 
 BIG = 48 << 10
 
@@ -93,6 +95,40 @@ def test_many_chunks_are_cleared_in_steps_so_that_nobody_waits_for_all_of_them(
     assert sum(counts) == 2 * PAGE_CHUNKS + 5 and max(counts) <= PAGE_CHUNKS
     assert manifest.count() == 0
     manifest.close()
+
+
+class _Unhurried(Keeper):
+    """Walks when the test says so."""
+
+    def start(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "scope", [ClearScope(), ClearScope(NAMESPACE, ""), ClearScope(NAMESPACE, None, 1, ROOT)], ids=str
+)
+def test_a_clear_is_not_done_before_files_that_no_manifest_names_are_cleared_too(
+    rig: FsRig, monkeypatch: pytest.MonkeyPatch, scope: ClearScope
+) -> None:
+    chunks = [numbered(i) for i in range(5)]
+    with rig.opened() as driver:
+        for chunk in chunks:
+            assert driver.store(chunk).ok
+    rig.lose_manifest()
+    monkeypatch.setattr(fs_tier, "REBUILD_FIRST_S", 0.0)
+    tier = FsTier("f", {"directory": str(rig.directory)}, new_keeper=_Unhurried)
+    driver = rig.driver = Driver(rig.pool, InProcess(tier, rig.pool))
+    steps = tier.clear_steps(scope)
+    while next(steps) is not None:
+        pass
+    assert next(steps) is None, "it waits for the walk"
+    while not tier._keeper.reconciled:
+        tier._keeper.step()
+    assert sum(count or 0 for count in steps) == len(chunks)
+    assert not any(driver.serves(chunk) for chunk in chunks)
 
 
 @pytest.mark.parametrize("loss", ["removed", "garbage", "cut short", "other boot", "other directory", "asked for"])

@@ -223,7 +223,7 @@ class FaultyTier(SecondaryTier):
     def clear_scope(self, scope: ClearScope) -> int | None:
         return self.inner.clear_scope(scope)
 
-    def clear_steps(self, scope: ClearScope) -> Iterator[int] | None:
+    def clear_steps(self, scope: ClearScope) -> Iterator[int | None] | None:
         return self.inner.clear_steps(scope)
 
     def statistics(self) -> TierStats:

@@ -259,10 +259,12 @@ class Neighbours:
                         self._kick()
                 for chunk in request.gone:
                     self._shelf.vanished(chunk)
-                self._applied.add(received.name)
                 self.counts["requests"] += 1
                 self._kick()
-            if request.scope is None or not self._shelf.ledger.leaving:
+                if self._shelf.ledger.open:  # else the manifest doesn't name all files yet: again when it does
+                    self._applied.add(received.name)
+            through = received.name in self._applied and not self._shelf.ledger.leaving
+            if request.scope is None or through:
                 self._requests.done(received.name)
         self._applied &= names
 

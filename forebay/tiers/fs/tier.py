@@ -60,6 +60,7 @@ log = logging.getLogger("forebay.tier.fs")
 REBUILD_FIRST_S = 2.0
 """So long a start waits for the walk when there is no manifest; what is left goes on beside normal work."""
 CLOSE_S = 10.0
+WALK_LOOK_S = 0.01
 
 
 class FsTier(SecondaryTier):
@@ -264,11 +265,24 @@ class FsTier(SecondaryTier):
         return self.clear_scope(ClearScope(namespace))
 
     def clear_scope(self, scope: ClearScope) -> int:
-        return sum(self.clear_steps(scope))
+        cleared = 0
+        for count in self.clear_steps(scope):
+            cleared += count or 0
+            if count is None:
+                time.sleep(WALK_LOOK_S)
+        return cleared
 
-    def clear_steps(self, scope: ClearScope) -> Iterator[int]:
+    def clear_steps(self, scope: ClearScope) -> Iterator[int | None]:
         with self._outbox.noting_errors():
             for count in chain(self._shelf.remove_scope(scope), self._neighbours.clear_scope(scope)):
+                self._keeper.kick()
+                yield count
+            if self._shelf.ledger.open:
+                return
+            # The manifest is being built anew: files that it doesn't name yet may be meant.
+            while not self._shelf.ledger.open:
+                yield None
+            for count in self._shelf.remove_scope(scope):
                 self._keeper.kick()
                 yield count
 

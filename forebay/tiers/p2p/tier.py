@@ -8,6 +8,7 @@ It keeps nothing itself: no bytes, no quota, no changes to tell. What peers have
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter, deque
@@ -33,6 +34,8 @@ from forebay.tiers.p2p.engine import Engine
 from forebay.tiers.p2p.fetch import Wanted
 from forebay.tiers.p2p.options import p2p_settings
 from forebay.tiers.p2p.source import Source
+
+log = logging.getLogger("forebay.tier.p2p")
 
 NAMESPACES_MAX = 1024
 
@@ -104,6 +107,8 @@ class P2pTier(SecondaryTier):
             self._done(JobResult(job.id, False, "corrupt"))
             return
         if not self._settings.push_to:
+            if not self.counts["not_pushed"]:
+                log.warning('tier %s: push_to names nobody, so nothing is pushed: set copy = "never"', self.name)
             self.counts["not_pushed"] += 1
             self._done(JobResult(job.id, False, "dropped"))
         elif self._take(job.id, "push", job.length, self._settings.options.push_queue_bytes):
