@@ -10,12 +10,13 @@ import pytest
 
 from forebay.cli.main import main
 from forebay.errors import ConfigError
+from forebay.tiers.base import ClearScope
 from forebay.tiers.codec.codec import Codec
 from forebay.tiers.codec.keys import load_keys
 from forebay.tiers.fs.fsck import check_directory, list_directory
 from forebay.tiers.fs.tier import FsTier
 from tests.tiers.fs_rig import FsRig
-from tests.tiers.support import Driver, Made, make_chunk, numbered
+from tests.tiers.support import NAMESPACE, ROOT, Driver, Made, make_chunk, numbered
 
 BIG = 48 << 10
 KINDS = ["zstd", "key", "both"]
@@ -132,6 +133,23 @@ def test_with_another_key_all_is_a_miss_and_nothing_is_removed(rig: FsRig, tmp_p
         reconciled(driver)
         assert all(driver.has(chunk) and driver.serves(chunk) for chunk in chunks)
         assert driver.value("bytes") == rig.usage()
+
+
+@pytest.mark.parametrize(
+    "scope", [ClearScope(NAMESPACE), ClearScope(NAMESPACE, ""), ClearScope(NAMESPACE, "", 1, ROOT)], ids=str
+)
+def test_a_clear_takes_what_cannot_be_read_and_may_be_meant(rig: FsRig, tmp_path: Path, scope: ClearScope) -> None:
+    first, second = key_file(tmp_path, "first"), key_file(tmp_path, "second")
+    chunks = [numbered(i, granule=BIG) for i in range(3)]
+    with rig.opened(encrypt_key_file=first) as driver:
+        for chunk in chunks:
+            assert driver.store(chunk).ok
+    rig.lose_manifest()
+    with rig.opened(encrypt_key_file=second) as driver:
+        driver.until(lambda: driver.value("unreadable") == len(chunks), "the walk")
+        assert driver.engine.clear_scope(scope) == len(chunks)
+    with rig.opened(encrypt_key_file=first) as driver:
+        assert not any(driver.serves(chunk) for chunk in chunks)
 
 
 def test_what_cannot_be_read_makes_room_first_and_can_be_stored_anew(rig: FsRig, tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ BROKEN = (
 )  # fmt: skip
 """What can't be helped but by building the manifest anew. Anything else (a full disk, say) may pass."""
 
+UNKNOWN = bytes(32)
+"""Namespace of a chunk that can't be decoded here and that nobody has told of."""
 PAGE_CHUNKS = 256
 """Chunks that a clear takes out of sight in one step: some 10 ms."""
 
@@ -420,7 +422,8 @@ class Manifest:
         )
 
     def _covered(self, scope: ClearScope, start: int) -> Iterator[list[ChunkId]]:
-        """Chunks of the scope's namespace and tenant that don't begin before `start`, a page of the table at a time."""
+        """Chunks of the scope's namespace and tenant that don't begin before `start`, and those that can't be decoded
+        and may be anybody's; a page of the table at a time."""
         tenant = tenant_digest(scope.tenant) if scope.tenant is not None else None
         last = b""
         while True:
@@ -429,7 +432,7 @@ class Manifest:
                 more = cursor.set_range(last + b"\0") if last else cursor.first()
                 while more and seen < PAGE_CHUNKS:
                     last, data, seen = _data(cursor.key()), _data(cursor.value()), seen + 1
-                    if (
+                    if data[_NAMESPACE] == UNKNOWN or (
                         (not scope.namespace or data[_NAMESPACE] == scope.namespace)
                         and (tenant is None or data[_TENANT] == tenant)
                         and _fields(_U64, data, _START_AT)[0] >= start
@@ -465,7 +468,10 @@ class Manifest:
                 while chunks and len(gone) < PAGE_CHUNKS:
                     chunk = chunks.pop()
                     data = txn.get(_pack(chunk), db=self.chunks)
-                    if data is None or (tenant is not None and _data(data)[_TENANT] != tenant):
+                    if data is None:
+                        continue
+                    record = _data(data)
+                    if tenant is not None and record[_TENANT] != tenant and record[_NAMESPACE] != UNKNOWN:
                         continue
                     left = self._leave(txn, chunk, reason)
                     assert left is not None

@@ -25,7 +25,7 @@ from forebay.tiers.fs.complaints import complain
 from forebay.tiers.fs.device import Device, TempFile, disk_bytes
 from forebay.tiers.fs.inspect import Front, front_of
 from forebay.tiers.fs.ledger import Ledger
-from forebay.tiers.fs.manifest import Leaving, Manifest, Record, first_unit, tenant_digest
+from forebay.tiers.fs.manifest import UNKNOWN, Leaving, Manifest, Record, first_unit, tenant_digest
 from forebay.tiers.fs.outbox import Outbox
 from forebay.tiers.fs.quarantine import Quarantine
 
@@ -46,7 +46,7 @@ def record_of(front: Front, *, cold: bool) -> Record:
 def _unknown(disk: int) -> Record:
     """Of a file that can't be decoded, and whose chunk nobody knows."""
     return Record(
-        parent=bytes(32), namespace=bytes(32), unit=bytes(8), start=0, tokens=0, header=0, length=0, disk=disk,
+        parent=bytes(32), namespace=UNKNOWN, unit=bytes(8), start=0, tokens=0, header=0, length=0, disk=disk,
         cold=True, unreadable=True,
     )  # fmt: skip
 
