@@ -65,6 +65,19 @@ class Thorough(Plain):
         yield self.clear_scope(scope)
 
 
+class Patient(MemoryTier):
+    """Waits with a clear of everything until the file `there` is."""
+
+    def __init__(self, name: str, options: Mapping[str, object]) -> None:
+        super().__init__(name, {})
+        self._there = str(options["there"])
+
+    def clear_steps(self, scope: ClearScope) -> Iterator[int | None]:
+        while not scope.namespace and not os.path.exists(self._there):
+            yield None
+        yield self.clear_scope(scope)
+
+
 class Sleeping(Plain):
     """Takes jobs and never finishes one; writes into the slot of a load for as long as it lives."""
 

@@ -448,6 +448,26 @@ def test_a_clear_that_takes_longer_than_a_hang_is_none_and_other_work_goes_on(po
     asyncio.run(scenario())
 
 
+def test_a_clear_that_waits_holds_up_no_other_and_is_asked_for_again_after_a_death(pool: Pool, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        there, chunk = tmp_path / "there", make_chunk()
+        async with hosted(pool, ODD + "Patient", {"there": str(there)}) as w:
+            w.host.store([w.store_job(1, chunk)])
+            await w.until(lambda: w.ids() == [1])
+            waiting = asyncio.create_task(w.host.clear(b"", 20.0))
+            await asyncio.sleep(0)
+            assert await w.host.clear(chunk.header.namespace, 20.0) == 1
+            assert not waiting.done()
+            await w.kill_and_wait()
+            assert await w.host.clear(chunk.header.namespace, 20.0) == 0
+            assert w.host.statistics()["host.clears_pending"] == 1
+            there.touch()
+            assert await waiting == 0
+            assert w.host.statistics()["host.clears_pending"] == 0
+
+    asyncio.run(scenario())
+
+
 # --- what tiers do wrong -----------------------------------------------------------------------------------
 
 

@@ -17,10 +17,12 @@ OPEN_MAX = 64
 
 @dataclass(eq=False)
 class Clear:
-    """One clear. `before` is the service's time at which it began; not known yet: everything is older."""
+    """One clear. `before` is the service's time at which it began; not known yet: everything is older. `part_of` is
+    the wider one that it has become part of."""
 
     scope: ClearScope
     before: float = float("inf")
+    part_of: Clear | None = None
 
     def covers(self, namespace: bytes, tenant: bytes, start: int, modified: float) -> bool:
         """May a chunk, whose tenant has this digest, be what the clear is for? Behind a prefix, all that starts there
@@ -52,9 +54,18 @@ class Clears:
                 last = self._open.pop()
                 same = last.scope.namespace == scope.namespace
                 scope = ClearScope(scope.namespace if same else b"")
-            clear = Clear(scope)
+                clear = last.part_of = Clear(scope)
+            else:
+                clear = Clear(scope)
             self._open.append(clear)
             return clear
+
+    def is_open(self, clear: Clear) -> bool:
+        """Is it still to be carried out, by itself or as a part of another?"""
+        with self._lock:
+            while clear.part_of is not None:
+                clear = clear.part_of
+            return clear in self._open
 
     def first(self) -> Clear | None:
         """The clear that is to be carried out next."""

@@ -183,6 +183,15 @@ class Holdings(Books):
                 break
         return freed
 
+    def clearing(self) -> bool:
+        """Are there objects still to be deleted that were cleared?"""
+        last = None
+        while self.ledger.leaving and (page := self.manifest.list_leaving(PAGE, last)):
+            if any(left.reason == "cleared" for left in page):
+                return True
+            last = page[-1].chunk
+        return False
+
     def purge(self, chunk: ChunkId) -> bool:
         """Delete what is left of a chunk that is leaving, so that it can be stored again. The caller holds its lock.
         Blocks on the bucket; False if that can't be done now."""

@@ -202,15 +202,23 @@ class S3Tier(SecondaryTier):
         return self.clear_scope(ClearScope(namespace))
 
     def clear_scope(self, scope: ClearScope) -> int:
-        return sum(self.clear_steps(scope))
+        cleared = 0
+        for count in self.clear_steps(scope):
+            if count is None:
+                break  # what is left is out of sight, and goes in the background
+            cleared += count
+        return cleared
 
-    def clear_steps(self, scope: ClearScope) -> Iterator[int]:
+    def clear_steps(self, scope: ClearScope) -> Iterator[int | None]:
         clear = self._clears.add(scope)
         self._sightings.forget_if(lambda seen: clear.covers(seen.namespace, seen.tenant, seen.start, seen.modified))
         with self._outbox.noting_errors():
             for count in self._holdings.remove_scope(scope):
                 self._keeper.kick()
                 yield count
+        # A process that ends before its objects are gone knows nothing of them any more: the next one is asked again.
+        while self._clears.is_open(clear) or self._holdings.clearing():
+            yield None
 
     def statistics(self) -> TierStats:
         holdings, ledger = self._holdings, self._holdings.ledger

@@ -461,6 +461,19 @@ def test_a_clear_reaches_what_other_daemons_have_stored(make_rig: MakeRig, seawe
     assert len(one.objects()) == 2
 
 
+def test_a_clear_is_done_when_nothing_is_left_that_a_new_process_would_find(make_rig: MakeRig, seaweed: Server) -> None:
+    one = make_rig(seaweed, pack_below_bytes=0)
+    two = one.again()
+    store_together(one, smalls(4))
+    store_together(two, [numbered(20)])
+    steps = two.tier.clear_steps(ClearScope())
+    cleared = 0
+    while (count := next(steps, -1)) != -1:
+        cleared += count or 0
+        time.sleep(0.001)
+    assert cleared == 1 and one.objects("chunks/") == []
+
+
 def test_a_clear_of_a_tenant_reaches_its_objects_alone(make_rig: MakeRig, seaweed: Server) -> None:
     one = make_rig(seaweed, pack_below_bytes=0)
     two = one.again()

@@ -380,6 +380,15 @@ def test_clears_beyond_the_cap_become_one_that_covers_both() -> None:
     assert all(clears.hide(bytes([number]) * 32, ACME, 0, 0.0) for number in range(OPEN_MAX + 1))
 
 
+def test_a_clear_is_open_as_long_as_the_one_that_it_is_part_of() -> None:
+    clears = Clears()
+    last = [clears.add(ClearScope(bytes([number]) * 32)) for number in range(OPEN_MAX)][-1]
+    wide = clears.add(ClearScope(b"x" * 32))
+    assert clears.is_open(last) and clears.is_open(wide)
+    clears.done(wide)
+    assert not clears.is_open(last) and not clears.is_open(wide)
+
+
 def test_a_clear_hides_what_is_older_and_nothing_else() -> None:
     clears = Clears()
     clear = clears.add(ClearScope(b"n" * 32, "acme", 2, b"p" * 32, 64))
