@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,22 @@ def front_keys() -> list[str]:
     """Hexadecimal keys of the chunks of the first two positions."""
     prompt = prompt_of(namespace(), TOKENS)
     return [prompt.key_at(end).hex() for end in (CHUNK, 2 * CHUNK)]
+
+
+def test_lookups_that_want_the_same_chunks_at_once_share_their_loads(store: TierStore, tmp_path: Path) -> None:
+    slow = 'fault_kind = "fs"\nfault_rates = "delay=1.0"'
+    kind = '"forebay.testing.faults.tier:FaultyTier"'
+    tiers = fs(tmp_path, "disk", slow).replace('"fs"', kind, 1)
+    store.start(tiers)
+    store.fill(TOKENS)
+    store.until(lambda v: v["tier.disk.chunks"] == CHUNKS)
+    store.forget()
+    store.start(tiers)
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(store.lookup, [TOKENS] * 4))
+    assert {one.hit for one in found} == {len(TOKENS)}
+    loads = store.until(lambda v: True)["tier.disk.loads_ok"]
+    assert 0 < loads <= CHUNKS, "a window of tokens needs no chunks from before it, and none is loaded twice"
 
 
 def test_a_tier_that_cannot_keep_its_word_costs_no_hit_that_another_can_serve(store: TierStore, tmp_path: Path) -> None:
