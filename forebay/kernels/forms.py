@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -12,13 +15,48 @@ from forebay.kernels.gpu.latent import attend_latents
 from forebay.kernels.gpu.move import move
 from forebay.kernels.moving import Pattern
 from forebay.kernels.paged import Scores
-from forebay.kernels.ragged import of_batch
+from forebay.kernels.ragged import Ragged, of_batch
 from forebay.kernels.tuning.tables import sizes_for
 
 
 def paged_attention(q: Tensor, pool: Tensor, layer: int, batch: Batch, group: str, scores: Scores) -> Tensor:
-    """See `forebay.kernels.attention.paged_attention`."""
+    """See `forebay.kernels.attention.paged_attention`. Decodes beside prefill chunks have a launch of their own: their
+    contexts are split."""
     where = of_batch(batch, group)
+    parts = batch.once(("parts", group), lambda: _parts(where))
+    if len(parts) == 1:
+        return _attend(q, pool, layer, where, batch, scores)
+    out = torch.empty_like(q)
+    for part in parts:
+        out.index_copy_(0, part.rows, _attend(q.index_select(0, part.rows), pool, layer, part.where, batch, scores))
+    return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """Some sequences of a batch, and their rows int64 [n] in it."""
+
+    rows: Tensor
+    where: Ragged
+
+
+def _parts(where: Ragged) -> list[_Part]:
+    """Sequences of one row, and those of more; those that there are."""
+    starts = list(accumulate(where.counts, initial=0))
+    kinds = [[i for i, count in enumerate(where.counts) if (count == 1) == single] for single in (True, False)]
+    found = []
+    for chosen in filter(None, kinds):
+        rows = [row for i in chosen for row in range(starts[i], starts[i + 1])]
+        device = where.tables.device
+        at = torch.tensor(chosen, device=device)
+        counts = [where.counts[i] for i in chosen]
+        columns = (where.contexts[at], where.lengths[at], where.tables[at])
+        ends = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
+        found.append(_Part(torch.tensor(rows, device=device), Ragged(tuple(counts), ends, *columns, where.causal)))
+    return found
+
+
+def _attend(q: Tensor, pool: Tensor, layer: int, where: Ragged, batch: Batch, scores: Scores) -> Tensor:
     kind = "attend.decode" if where.longest == 1 else "attend.prefill"
     return attend(q, pool, layer, where, scores, _tiling(q, batch, kind)).out
 

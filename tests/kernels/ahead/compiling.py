@@ -14,9 +14,14 @@ KERNELS = 13
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`python -m forebay.kernels ARGUMENTS`, with nothing compiled before and nothing left behind."""
+    """`python -m forebay.kernels ARGUMENTS`."""
+    return module("forebay.kernels", *arguments)
+
+
+def module(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python -m ARGUMENTS`, with nothing compiled before and nothing left behind."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    line = [sys.executable, "-m", "forebay.kernels", *arguments]
+    line = [sys.executable, "-m", *arguments]
     with tempfile.TemporaryDirectory() as cache:
         environment["TRITON_CACHE_DIR"] = cache
         return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=280)

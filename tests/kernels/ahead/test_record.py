@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the package triton isn't installed: pip install 'forebay[triton]'")
 
-from tests.kernels.ahead.compiling import ROOT
+from tests.kernels.ahead.compiling import KERNELS, ROOT, module
 
 PROGRAM = """
 import torch
@@ -53,3 +53,9 @@ def test_launches_are_written_down_as_triton_would_compile_them() -> None:
     line = [sys.executable, "-c", PROGRAM]
     found = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
+
+
+def test_every_kernel_compiles_where_all_its_sizes_are_one() -> None:
+    found = module("tests.kernels.ahead.ones")
+    assert found.returncode == 0, found.stderr
+    assert len(set(found.stdout.split())) == KERNELS

@@ -33,7 +33,7 @@ def count(present: Dispatch, operation: str, form: str) -> float:
     return present.figures()[f"kernels.{operation}.{form}.executed"]
 
 
-@pytest.mark.parametrize("sequences", [SEQUENCES, [(1, 3), (1, 40)]])
+@pytest.mark.parametrize("sequences", [SEQUENCES, [(1, 3), (1, 40)], [(5, 20), (2, 3)]])
 def test_the_engines_attention_runs_as_the_kernel_that_was_asked_for(sequences: list[tuple[int, int]]) -> None:
     present = configure("triton")
     case = make_case(sequences, Shape(4, 2, 16), window=24, dtype=torch.float32)
