@@ -200,10 +200,10 @@ class LMCache(Side):
     def start_peer(self) -> None:
         """LMCache's server, with files behind it."""
         self.folder.mkdir(exist_ok=True)
-        self.rpc = quiet_port()
+        self.rpc, http = quiet_port(), quiet_port()
         command = [
             str(self.setup.lmcache), "server", "--host", "127.0.0.1", "--port", str(self.rpc),
-            "--http-host", "127.0.0.1", "--http-port", str(quiet_port()), "--l1-size-gb", str(self.setup.memory_gib),
+            "--http-host", "127.0.0.1", "--http-port", str(http), "--l1-size-gb", str(self.setup.memory_gib),
             "--no-l1-use-lazy", "--chunk-size", "256", "--eviction-policy", "LRU", "--max-workers", "2",
             "--disable-observability", "--supported-transfer-mode", "auto", "--shm-name", f"bench-{os.getpid()}",
         ]  # fmt: skip
@@ -211,9 +211,21 @@ class LMCache(Side):
             (self.folder / "files").mkdir(exist_ok=True)
             command += ["--l2-adapter", json.dumps({"type": "fs", "base_path": f"{self.folder}/files"})]
         self.peer = self._run(command, "lmcache.log", dict(os.environ))
-        time.sleep(15)
-        if self.peer.poll() is not None:
-            raise RuntimeError(f"LMCache's server ended\n{(self.folder / 'lmcache.log').read_text()[-3000:]}")
+        for port in (self.rpc, http):
+            self._answers(port)
+
+    def _answers(self, port: int) -> None:
+        """Wait until the server listens there."""
+        assert self.peer is not None
+        until = time.monotonic() + START_S
+        while True:
+            with socket.socket() as probe, contextlib.suppress(OSError):
+                probe.connect(("127.0.0.1", port))
+                return
+            if self.peer.poll() is not None or time.monotonic() > until:
+                log = (self.folder / "lmcache.log").read_text()[-3000:]
+                raise RuntimeError(f"LMCache's server ended, or doesn't listen on port {port}\n{log}")
+            time.sleep(0.2)
 
     def transfer(self) -> dict[str, object]:
         """See `Side`."""
