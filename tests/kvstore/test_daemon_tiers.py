@@ -153,12 +153,14 @@ def test_a_tier_that_cannot_keep_its_word_costs_no_hit_that_another_can_serve(st
     assert values["tier.broken.load_failed"] >= 4 and values["tier.disk.promoted"] >= 4
 
 
-def evict_all(store: TierStore) -> None:
-    """Push everything out of memory by other prompts, without looking it up, which would keep it."""
+def evict_all(store: TierStore, wait_for: str = "") -> None:
+    """Push everything out of memory by other prompts, without looking it up, which would keep it; no faster than the
+    tier that is waited for takes it."""
     keys = prompt_of(namespace(), TOKENS).keys
     wanted = {keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)}
     for serial in range(200):
         store.fill([10_000 + serial] * (CHUNK * 64))
+        store.until(lambda v: not v.get(f"tier.{wait_for}.stores_running"))
         with StoreClient(store.address) as client:
             page = client.list_chunks()
             rows = page.rows
@@ -186,7 +188,7 @@ def test_what_is_evicted_goes_to_the_tier_before_and_comes_back_from_it(store: T
     store.start(fs(tmp_path, "disk", 'copy = "evict"'))
     store.fill(TOKENS)
     assert store.until(lambda v: True)["tier.disk.chunks"] == 0
-    evict_all(store)
+    evict_all(store, wait_for="disk")
     assert store.lookup(TOKENS).from_tier.get("disk", 0) > 0
 
 
