@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from forebay.kernels.gpu import move as gpu
-from forebay.kernels.moving import Pattern, move, patterns
+from forebay.kernels.moving import AXES_MAX, Pattern, move, patterns
 from forebay.kvstore.geometry import ConvPart, GroupGeometry, RowField
 from forebay.kvstore.identity import Namespace
-from forebay.kvstore.layout import Shard, View, payload_bytes
+from forebay.kvstore.layout import Axis, Copy, Shard, View, payload_bytes
 
 CHUNK = 64
 ENGINE_ORDER = ("block", "layer", "tensor", "token", "head", "field")
@@ -137,3 +137,34 @@ def test_a_pattern_outside_of_a_side_is_refused(form: Move) -> None:
     beyond = Pattern(16, (2,), (16,), (16,), torch.tensor([0]), torch.tensor([16]))
     with pytest.raises(AssertionError):
         form(beyond, torch.zeros(32, dtype=torch.uint8), torch.zeros(32, dtype=torch.uint8), store=True)
+
+
+@pytest.mark.parametrize("axes", range(AXES_MAX + 1))
+def test_nests_of_any_depth_with_the_axes_in_any_order(axes: int) -> None:
+    """Each side nests the same loops in its own order, as buffers of another engine may."""
+    times, rng = (2, 3, 2, 4, 3)[:axes], random.Random(axes)
+
+    def strides() -> tuple[int, ...]:
+        step, found = 8, [0] * axes
+        for axis in rng.sample(range(axes), axes):
+            found[axis] = step
+            step *= times[axis]
+        return tuple(found)
+
+    at = torch.tensor([0, 2000, 4000])
+    pattern = Pattern(8, times, strides(), strides(), at, at.flip(0))
+    sides = [torch.randint(0, 256, (6000,), dtype=torch.uint8) for _ in range(2)]
+    for store in (True, False):
+        wanted, found = [side.clone() for side in sides], [side.clone() for side in sides]
+        move(pattern, *wanted, store=store)
+        gpu.move(pattern, *found, store=store)
+        assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+    packed = [side.clone() for side in sides]
+    gpu.move_staged(pattern, *packed, store=False)
+    assert torch.equal(packed[1], found[1])
+
+
+def test_more_loops_than_a_kernel_has_are_refused() -> None:
+    deep = Copy(0, 0, 8, tuple(Axis(2, 8 * 2**i, 8 * 2**i) for i in range(AXES_MAX + 1)))
+    with pytest.raises(ValueError, match="6 nested loops"):
+        patterns([deep], 10**6)
