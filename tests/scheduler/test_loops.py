@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
 import sys
 from contextlib import nullcontext
 from typing import Any
@@ -158,3 +160,21 @@ def test_where_nothing_can_be_kept_loops_are_compiled_at_every_start(monkeypatch
 def test_without_numba_it_goes_on_with_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "forebay.scheduler.compiled", None)
     assert loops._Choice().now() is None
+
+
+PROBE = """
+from forebay.kvstore.identity import chain, pack_tokens, root_key
+from forebay.scheduler.prefix_keys import as_tokens, extra_of, prefix_keys, root_of
+keys = prefix_keys(root_of("m", 16, "l"), as_tokens(range(64)), 16, extras=[extra_of(["salt"])])
+print(keys.tolist(), [key.hex() for key in chain(root_key(bytes(32)), pack_tokens(range(64)))])
+"""
+
+
+def test_two_processes_give_a_fixed_probe_the_same_names_whatever_their_hash_seeds() -> None:
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", PROBE], env=os.environ | {"PYTHONHASHSEED": seed}, check=True, capture_output=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(told) == 1 and b"[" in told.pop()
