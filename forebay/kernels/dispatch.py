@@ -33,6 +33,9 @@ VARIABLE = "FOREBAY_KERNELS"
 MODES = ("auto", "torch", "triton")
 
 Form = Literal["torch", "triton"]
+Key = tuple[str, torch.device, torch.dtype, torch.dtype, bool]
+"""`Facts` as what is looked up once a layer and step."""
+
 Reason = str
 """Why a kernel can't be taken; empty: it can."""
 
@@ -79,18 +82,18 @@ class Dispatch:
             library.require()
         self.mode = mode
         self._lock = threading.Lock()
-        self._decided: dict[Facts, Form] = {}
+        self._decided: dict[Key, Form] = {}
         self._eligible: dict[str, bool] = {}
         self._executed: defaultdict[tuple[str, Form], int] = defaultdict(int)
 
     def choose(self, operation: str, computed: Tensor, stored: Tensor) -> Form:
         """The form that runs now, which is counted. Raises ConfigError where `triton` is asked for and can't be."""
         wide = computed.shape[-1] > CAPABILITIES[operation].widest
-        facts = Facts(operation, stored.device, computed.dtype, stored.dtype, wide)
+        key = (operation, stored.device, computed.dtype, stored.dtype, wide)
         with self._lock:
-            form = self._decided.get(facts)
+            form = self._decided.get(key)
             if form is None:
-                form = self._decided[facts] = self._decide(facts)
+                form = self._decided[key] = self._decide(Facts(*key))
             self._executed[operation, form] += 1
         return form
 
