@@ -11,9 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -21,84 +19,16 @@ import pytest
 import uvloop
 
 from forebay.errors import AlreadyRunning, ConfigError, ForebayError, NoSpace, NotWritable, ResourceError
-from forebay.tiers.base import ClearScope, JobResult, LoadJob, StoreJob, TierChange
+from forebay.tiers.base import ClearScope, LoadJob, StoreJob, TierChange
 from forebay.tiers.host import HostLimits, TierHost
 from forebay.tiers.supervise import Patience
-from tests.tiers.support import Made, Pool, make_chunk, numbered
-
-ODD = "tests.tiers.odd_tiers:"
-HASTY = Patience(heartbeat_s=0.1, hang_s=0.5, stop_s=1.0, store_s=30.0, backoff_first_s=0.05, backoff_max_s=0.2)
+from tests.tiers.hosting import ODD, hosted, process_exists
+from tests.tiers.support import Pool, make_chunk, numbered
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])
 def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, None]], None]:
     return asyncio.run if request.param == "asyncio" else uvloop.run
-
-
-@dataclass
-class Watched:
-    """A host and what it told, with the time and whether its process lived then."""
-
-    pool: Pool
-    host: TierHost = field(init=False)
-    results: list[JobResult] = field(default_factory=list)
-    changes: list[TierChange] = field(default_factory=list)
-    downs: list[str] = field(default_factory=list)
-    alive_when_told: list[bool] = field(default_factory=list)
-    suspect: int = 0
-
-    def finished(self, results: list[JobResult]) -> None:
-        self.results.extend(results)
-        self.alive_when_told.extend(process_exists(self.suspect) for _ in results)
-
-    def store_job(self, number: int, chunk: Made) -> StoreJob:
-        return StoreJob(number, chunk.id, chunk.header.parent, 0, self.pool.put(chunk), chunk.length)
-
-    def load_job(self, number: int, chunk: Made, deadline_s: float = 10.0) -> LoadJob:
-        at = self.pool.slot(len(chunk.payload))
-        return LoadJob(number, chunk.id, 0, at, len(chunk.payload), deadline_s)
-
-    async def until(self, true: Callable[[], bool], timeout_s: float = 15.0) -> None:
-        end = time.monotonic() + timeout_s
-        while not true():
-            assert time.monotonic() < end, "waited too long"
-            await asyncio.sleep(0.01)
-
-    async def kill_and_wait(self) -> None:
-        """Kill the tier's process and wait for its successor."""
-        pid = self.host.pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        await self.until(lambda: self.host.alive and self.host.pid != pid)
-
-    async def kill(self) -> None:
-        """Kill the tier's process and wait until that is known."""
-        os.kill(self.suspect, signal.SIGKILL)
-        await self.until(lambda: not self.host.alive)
-
-    def ids(self) -> list[int]:
-        return [result.id for result in self.results]
-
-
-def process_exists(pid: int) -> bool:
-    return pid > 0 and os.path.exists(f"/proc/{pid}")
-
-
-@asynccontextmanager
-async def hosted(
-    pool: Pool, kind: str, options: dict[str, Any] | None = None, **arguments: Any
-) -> AsyncIterator[Watched]:
-    watched = Watched(pool)
-    watched.host = TierHost(
-        "t", kind, options or {}, on_finished=watched.finished, on_changes=watched.changes.extend,
-        on_down=watched.downs.append, **{"patience": HASTY, **arguments},
-    )  # fmt: skip
-    await watched.host.start({0: pool.descriptor})
-    watched.suspect = watched.host.pid or 0
-    try:
-        yield watched
-    finally:
-        await watched.host.stop()
 
 
 # --- death and hanging -------------------------------------------------------------------------------------
@@ -367,103 +297,6 @@ def test_too_many_chunks_to_forget_become_all_there_are(pool: Pool, tmp_path: Pa
             await w.until(lambda: w.host.alive and w.host.statistics()["host.clears_pending"] == 0)
             found = await w.host.lookup([chunk.query() for chunk in chunks], 5.0)
             assert {answer.outcome for answer in found} == {"miss"}
-
-    asyncio.run(scenario())
-
-
-def test_what_a_process_was_told_to_forget_and_died_before_is_forgotten_by_the_next(
-    pool: Pool, tmp_path: Path
-) -> None:
-    async def scenario() -> None:
-        chunk, other = numbered(1), numbered(2)
-        async with hosted(pool, "fs", {"directory": str(tmp_path)}) as w:
-            w.host.store([w.store_job(1, chunk), w.store_job(2, other)])
-            await w.until(lambda: len(w.results) == 2)
-            os.kill(w.suspect, signal.SIGSTOP)
-            w.host.forget([chunk.id], "cleared")
-            assert w.host.statistics()["host.forgets_pending"] == 1
-            await w.kill_and_wait()
-            found = await w.host.lookup([chunk.query(), other.query()], 5.0)
-            assert [answer.outcome for answer in found] == ["miss", "hit"]
-            assert w.host.statistics()["host.forgets_pending"] == 0
-
-    asyncio.run(scenario())
-
-
-def test_what_a_living_process_leaves_unforgotten_is_bounded(pool: Pool, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        options = {"directory": str(tmp_path)}
-        async with hosted(pool, "fs", options, limits=HostLimits(forgets=4)) as w:
-            chunks = [numbered(i) for i in range(8)]
-            w.host.store([w.store_job(i, chunk) for i, chunk in enumerate(chunks)])
-            await w.until(lambda: len(w.results) == 8)
-            os.kill(w.suspect, signal.SIGSTOP)
-            for chunk in chunks[1:]:
-                w.host.forget([chunk.id], "cleared")
-                assert w.host.statistics()["host.forgets_pending"] <= 4
-            assert w.host.statistics()["host.forgets_widened"] == 1
-            await w.kill_and_wait()
-            await w.until(lambda: w.host.statistics()["host.clears_pending"] == 0)
-            found = await w.host.lookup([chunk.query() for chunk in chunks], 5.0)
-            assert {answer.outcome for answer in found} == {"miss"}
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("clear", [True, False])
-def test_a_tier_that_fails_to_remove_is_switched_off_until_it_can(pool: Pool, tmp_path: Path, clear: bool) -> None:
-    async def scenario() -> None:
-        held, chunk = tmp_path / "held", numbered(1)
-        options = {"directory": str(tmp_path / "fs"), "held": str(held)}
-        async with hosted(pool, ODD + "Clinging", options) as w:
-            w.host.store([w.store_job(1, chunk)])
-            await w.until(lambda: len(w.results) == 1)
-            held.touch()
-            cleared = asyncio.create_task(w.host.clear(b"", 15.0)) if clear else None
-            if not clear:
-                w.host.forget([chunk.id], "cleared")
-            await w.until(lambda: w.host.statistics().get("host.deaths", 0) >= 2)
-            held.unlink()
-            pending = "host.clears_pending" if clear else "host.forgets_pending"
-            await w.until(lambda: w.host.alive and w.host.statistics()[pending] == 0)
-            assert cleared is None or await cleared == 1
-            assert (await w.host.lookup([chunk.query()], 5.0))[0].outcome == "miss"
-
-    asyncio.run(scenario())
-
-
-def test_a_clear_that_takes_longer_than_a_hang_is_none_and_other_work_goes_on(pool: Pool) -> None:
-    async def scenario() -> None:
-        chunk = make_chunk()
-        async with hosted(pool, ODD + "Thorough") as w:
-            w.host.store([w.store_job(1, chunk)])
-            await w.until(lambda: w.ids() == [1])
-            clearing = [asyncio.create_task(w.host.clear(b"", 20.0)) for _ in range(2)]
-            await asyncio.sleep(0)
-            found = await w.host.lookup([chunk.query()], 5.0)
-            assert found[0].outcome == "hit" and not clearing[0].done(), "the clear is still going on"
-            assert await asyncio.gather(*clearing) == [1, 0]
-            assert w.host.pid == w.suspect, "nobody took it for hanging"
-
-    asyncio.run(scenario())
-
-
-def test_a_clear_that_waits_holds_up_no_other_and_is_asked_for_again_after_a_death(pool: Pool, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        there, chunk = tmp_path / "there", make_chunk()
-        async with hosted(pool, ODD + "Patient", {"there": str(there)}) as w:
-            w.host.store([w.store_job(1, chunk)])
-            await w.until(lambda: w.ids() == [1])
-            waiting = asyncio.create_task(w.host.clear(b"", 20.0))
-            await asyncio.sleep(0)
-            assert await w.host.clear(chunk.header.namespace, 20.0) == 1
-            assert not waiting.done()
-            await w.kill_and_wait()
-            assert await w.host.clear(chunk.header.namespace, 20.0) == 0
-            assert w.host.statistics()["host.clears_pending"] == 1
-            there.touch()
-            assert await waiting == 0
-            assert w.host.statistics()["host.clears_pending"] == 0
 
     asyncio.run(scenario())
 
