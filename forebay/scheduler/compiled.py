@@ -30,7 +30,7 @@ _TAKEN = types.Tuple((_I8S, _I8S, _I8S))
 _MATCH = types.Tuple((_I8, _I8S, _I8S, _I8S, _I8S))
 _SECONDS = _given(types.float64)
 _COSTS = types.Tuple((_F8S, _F8S, _F8S, _F8S, _F8S, types.boolean[::1], _I8S))
-_REACH = types.Tuple((_I8S, _I8S, _F8S, _I8S))
+_REACH = types.Tuple((_I8S, _I8S, _I8S, _F8S, _I8S))
 
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 _ZERO = np.uint64(0xD6E8FEB86659FD93)
@@ -344,17 +344,17 @@ def _until(tiers: Any, first: Any, blocks: Any, one: Any, other: Any, wanted: An
 @_compiled(
     _REACH(
         _I8, _NUMBERS, _NUMBERS, _NUMBERS, _MEMBERS, _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, _I8,
-        _given(types.float64, 2),
+        _given(types.float64, 2), _NUMBERS, _I8, _I8,
     )
 )  # fmt: skip
 def reach(
     blocks: Any, starts: Any, which: Any, first: Any, members: Any, offsets: Any, own: Any, shared: Any, kept: Any,
-    owners: Any, load_s: Any,
+    owners: Any, load_s: Any, store_of: Any, size: Any, most: Any,
 ) -> Any:  # fmt: skip
-    """For each worker, in blocks: what it has on its device, in any tier that it reaches, and the load of what is
-    between, in seconds for one token of each block; for each store: what others can fetch there.
+    """The arrays of `Reach`, in their order, of blocks of `size` tokens, at most `most` tokens of each.
 
-    `own`, `shared` and `kept` number owners: a worker's own, its store (`owners`: none), each store.
+    `own`, `shared` and `kept` number owners: a worker's own, its store (`owners`: none), each store; `store_of` is each
+    worker's place in `kept`.
     """
     tiers = np.zeros((owners + 1, first.size), np.uint8)
     for kind in range(first.size):
@@ -378,10 +378,21 @@ def reach(
             while not has & (1 << tier):
                 tier += 1
             load[worker] += (end - begin) * load_s[worker, tier]
-    fetched = np.empty(kept.size, np.int64)
+    fetched, best, second = np.zeros(max(2, kept.size), np.int64), np.int64(-1), np.int64(-1)
     for store in range(kept.size):
         fetched[store] = _until(tiers, first, blocks, kept[store], kept[store], _KEPT)
-    return device, near, load, fetched
+        if best < 0 or fetched[store] > fetched[best]:
+            best, second = np.int64(store), best
+        elif second < 0 or fetched[store] > fetched[second]:
+            second = np.int64(store)
+    far, source = np.empty(own.size, np.int64), np.empty(own.size, np.int64)
+    for worker in range(own.size):
+        other = second if store_of[worker] == best else best
+        source[worker] = other if second >= 0 and fetched[other] > near[worker] else -1
+        far[worker] = min(most, size * max(near[worker], fetched[other] if second >= 0 else 0))
+        device[worker], near[worker] = min(most, size * device[worker]), min(most, size * near[worker])
+        load[worker] *= size
+    return device, near, far, load, source
 
 
 # --- what it costs there (see `cost`) ------------------------------------------------------------------------

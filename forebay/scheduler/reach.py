@@ -43,12 +43,14 @@ def reach_of(match: PrefixMatch, fleet: Fleet, block_tokens: int, prompt_tokens:
     """What the fleet's workers, all with blocks of this size, have of a prompt."""
     if not match.blocks:
         return nothing(fleet)
-    device, near, load, fetched = _walked(match, fleet) if compiled_loops() is None else _compiled(match, fleet)
+    # The last token is always computed: it is what the first answer comes from.
+    most = max(0, prompt_tokens - 1)
+    if compiled_loops() is not None:
+        return _compiled(match, fleet, block_tokens, most)
+    device, near, load, fetched = _walked(match, fleet)
     far, source = _elsewhere(fetched, fleet)
     better = far > near
     far, source = np.where(better, far, near), np.where(better, source, -1)
-    # The last token is always computed: it is what the first answer comes from.
-    most = max(0, prompt_tokens - 1)
     tokens = [np.minimum(blocks * block_tokens, most) for blocks in (device, near, far)]
     return Reach(tokens[0], tokens[1], tokens[2], load * block_tokens, source)
 
@@ -68,12 +70,14 @@ _Parts = tuple[Numbers, Numbers, Seconds, Numbers]
 """Blocks on the device and near, seconds a token of each block between; and what each store has for others."""
 
 
-def _compiled(match: PrefixMatch, fleet: Fleet) -> _Parts:
-    parts: _Parts = compiled_loops().reach(
-        match.blocks, match.starts, match.which, match.first, match.sets.members, match.sets.offsets,
-        fleet.own_owner, fleet.store_owner, fleet.kept_owner, fleet.owners, fleet.load_s,
+def _compiled(match: PrefixMatch, fleet: Fleet, block_tokens: int, most: int) -> Reach:
+    return Reach(
+        *compiled_loops().reach(
+            match.blocks, match.starts, match.which, match.first, match.sets.members, match.sets.offsets,
+            fleet.own_owner, fleet.store_owner, fleet.kept_owner, fleet.owners, fleet.load_s, fleet.store_of,
+            block_tokens, most,
+        )
     )  # fmt: skip
-    return parts
 
 
 def _walked(match: PrefixMatch, fleet: Fleet) -> _Parts:
