@@ -17,7 +17,7 @@ so what is loaded begins where the blocks do:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from forebay.kvstore.geometry import MATCH_UNIT
@@ -86,6 +86,16 @@ def held_from(first: int, last: int, block_tokens: int, table: Sequence[int]) ->
     while place > first // block_tokens and table[place - 1] != NO_BLOCK:
         place -= 1
     return min(max(first, place * block_tokens), last)
+
+
+def covered(start: int, spans: Iterable[tuple[int, int]]) -> int:
+    """How far [first, last) spans, in whatever order, reach from `start` on without a gap."""
+    reached = start
+    for first, last in sorted(spans):
+        if first > reached:
+            break
+        reached = max(reached, last)
+    return reached
 
 
 def cut(first: int, last: int, block_tokens: int, table: Sequence[int]) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from forebay.connectors.blocks import held_from
+from forebay.connectors.blocks import covered, held_from
 from forebay.connectors.copying import GroupCopier, checksums
 from forebay.connectors.link import StoreLink
 from forebay.connectors.orders import Load, Orders, Span
@@ -436,10 +436,6 @@ def _wanted(load: Load, chunk: ChunkRead, starts: Sequence[int]) -> tuple[int, i
 def _check_whole(load: Load, starts: Sequence[int], wanted: Sequence[tuple[ChunkRead, int, int]]) -> None:
     """Raises LookupError unless all tokens of each group come: a block that stays half empty would be served."""
     for group, start in enumerate(starts):
-        filled = start
-        for _, first, last in sorted((w for w in wanted if w[0].group == group), key=lambda w: w[1]):
-            if first > filled:
-                break
-            filled = max(filled, last)
+        filled = covered(start, ((first, last) for chunk, first, last in wanted if chunk.group == group))
         if filled < load.hit:
             raise LookupError(f"nothing was promised for token {filled} of group {group}")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from forebay.connectors.blocks import cut, holds
+from forebay.connectors.blocks import covered, cut, holds
 from forebay.connectors.keys import RequestKeys
 from forebay.connectors.orders import Load, Orders, Span, Tables
 from forebay.connectors.questions import Answer, Question
@@ -167,12 +167,9 @@ class Tracker:
         assert answer is not None
         for group, geometry in enumerate(self.namespace.groups):
             sizes = [engine.block_tokens for engine in self.groups if group in engine.serves]
-            at = max(computed, min(round_down(needed_from(geometry, answer.hit), size) for size in sizes))
-            for chunk in sorted((c for c in answer.chunks if c.group == group), key=lambda c: c.start):
-                if chunk.start > at:
-                    break
-                at = max(at, chunk.start + chunk.tokens)
-            if at < answer.hit:
+            start = max(computed, min(round_down(needed_from(geometry, answer.hit), size) for size in sizes))
+            spans = ((chunk.start, chunk.start + chunk.tokens) for chunk in answer.chunks if chunk.group == group)
+            if covered(start, spans) < answer.hit:
                 return False
         return True
 

@@ -309,14 +309,7 @@ class Placement:
 
     def released(self, entry: Entry) -> None:
         """Nobody pins `entry` any more: it may be evicted, and was just used."""
-        self.may_have_room()
-        self.busy[entry.slot.extent] -= 1
-        self.stamp += 1
-        entry.stamp = self.stamp
-        self.slots.extents[entry.slot.extent].last_used = self.stamp
-        account = self._account(entry)
-        account.offer(entry, kept=entry in self.kept)
-        self.accounts.active(account)
+        self.released_all((entry,))
 
     def released_all(self, entries: Sequence[Entry]) -> None:
         """`released` for many entries, in their order."""
@@ -353,8 +346,7 @@ class Placement:
 
     def pinned(self, entry: Entry) -> None:
         """Somebody needs `entry`: it can't be evicted."""
-        self.busy[entry.slot.extent] += 1
-        self._account(entry).withhold(entry, kept=entry in self.kept)
+        self.pinned_all((entry,))
 
     def pinned_all(self, entries: Sequence[Entry]) -> None:
         """`pinned` for many entries."""

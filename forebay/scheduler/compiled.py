@@ -111,18 +111,30 @@ def _named(key: Any) -> Any:
     return _ZERO if key == 0 else key
 
 
+@_inlined
+def _read_ahead(flat: Any, shift: Any, keys: Any, begin: Any, count: Any, homes: Any, heads: Any) -> None:
+    """Write the homes of `count` keys from `begin` on, and the first key of each: memory is asked for all at once."""
+    for at in range(count):
+        homes[at] = _home(_named(keys[begin + at]), shift)
+        heads[at] = flat[homes[at] << _WAY_BITS]
+
+
+@_inlined
+def _slot(flat: Any, passed: Any, home: Any, head: Any, key: Any) -> Any:
+    """The slot of `key`, -1 if there is none; `head` is the first key of its home, read before."""
+    return home << _WAY_BITS if head == key else _look(flat, passed, home, key)
+
+
 @_compiled(_I8S(_U8S, _U4S, _U8, _KEYS))
 def find(flat: Any, passed: Any, shift: Any, keys: Any) -> Any:
     """The slot of each key, -1 where there is none."""
     slots, homes, heads = np.empty(keys.size, np.int64), np.empty(_AHEAD, np.int64), np.empty(_AHEAD, np.uint64)
     for begin in range(0, keys.size, _AHEAD):
         count = min(_AHEAD, keys.size - begin)
-        for at in range(count):
-            homes[at] = _home(_named(keys[begin + at]), shift)
-            heads[at] = flat[homes[at] << _WAY_BITS]
+        _read_ahead(flat, shift, keys, begin, count, homes, heads)
         for at in range(count):
             key = _named(keys[begin + at])
-            slots[begin + at] = homes[at] << _WAY_BITS if heads[at] == key else _look(flat, passed, homes[at], key)
+            slots[begin + at] = _slot(flat, passed, homes[at], heads[at], key)
     return slots
 
 
@@ -132,12 +144,10 @@ def insert(flat: Any, passed: Any, shift: Any, keys: Any, slots: Any) -> Any:
     homes, heads, made = np.empty(_AHEAD, np.int64), np.empty(_AHEAD, np.uint64), 0
     for begin in range(0, keys.size, _AHEAD):
         count = min(_AHEAD, keys.size - begin)
-        for at in range(count):
-            homes[at] = _home(_named(keys[begin + at]), shift)
-            heads[at] = flat[homes[at] << _WAY_BITS]
+        _read_ahead(flat, shift, keys, begin, count, homes, heads)
         for at in range(count):
             key = _named(keys[begin + at])
-            slot = homes[at] << _WAY_BITS if heads[at] == key else _look(flat, passed, homes[at], key)
+            slot = _slot(flat, passed, homes[at], heads[at], key)
             if slot < 0:
                 slot = _put(flat, passed, homes[at], key)
                 made += 1
@@ -248,12 +258,10 @@ def match(flat: Any, passed: Any, sets: Any, shift: Any, keys: Any, kind_of: Any
     blocks, runs, kinds, before = 0, 0, 0, np.int64(-1)
     for begin in range(0, keys.size, _AHEAD):
         count = min(_AHEAD, keys.size - begin)
-        for at in range(count):
-            homes[at] = _home(_named(keys[begin + at]), shift)
-            heads[at] = flat[homes[at] << _WAY_BITS]
+        _read_ahead(flat, shift, keys, begin, count, homes, heads)
         for at in range(count):
             key = _named(keys[begin + at])
-            slot = homes[at] << _WAY_BITS if heads[at] == key else _look(flat, passed, homes[at], key)
+            slot = _slot(flat, passed, homes[at], heads[at], key)
             if slot < 0:
                 break
             number = np.int64(sets[slot])

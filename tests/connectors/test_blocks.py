@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.connectors.blocks import NO_BLOCK, cut, held_from, holds, pieces, split
+from forebay.connectors.blocks import NO_BLOCK, covered, cut, held_from, holds, pieces, split
 from forebay.kvstore.geometry import MATCH_UNIT
 
 BLOCK_TOKENS = st.sampled_from([1, 8, 16, 24, 32, 48, 64, 128, 512])
@@ -81,6 +81,15 @@ def test_what_is_held_begins_after_the_last_hole(
     assert all(holds(token, token + 1, block_tokens, holed) for token in range(begin, last))
     assert begin in (first, last) or begin % block_tokens == 0
     assert begin == first or not holds(begin - 1, begin, block_tokens, holed)
+
+
+@given(st.integers(0, 20), st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20))))
+def test_spans_cover_as_far_as_no_token_is_lacking(start: int, spans: list[tuple[int, int]]) -> None:
+    there = {token for first, last in spans for token in range(first, last)}
+    wanted = start
+    while wanted in there:
+        wanted += 1
+    assert covered(start, [(first, last) for first, last in spans if first < last]) == wanted
 
 
 def test_blocks_that_are_cut_finer_keep_their_order_and_their_holes() -> None:

@@ -7,10 +7,12 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES_MAX, FUNCTION_LINES_MAX = 600, 70
@@ -170,6 +172,19 @@ def _documented(node: Documentable) -> bool:
         return all(isinstance(child, (ast.AnnAssign, ast.Pass)) for child in node.body)
     names = {dotted(d.func) if isinstance(d, ast.Call) else dotted(d) for d in node.decorator_list}
     return bool(names & {"property", "cached_property", "overload", "functools.cached_property"})
+
+
+def test_the_tests_environment_has_every_extra() -> None:
+    """Tests skip what isn't installed, so an extra that got lost there would be missed by nobody."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    brought, left = set[str](), ["test"]
+    while left:
+        name = left.pop()
+        brought.add(name)
+        named = [Requirement(line) for line in extras[name]]
+        left += [extra for line in named if line.name == project["name"] for extra in line.extras - brought]
+    assert brought == set(extras)
 
 
 def test_no_exception_is_swallowed_silently() -> None:
