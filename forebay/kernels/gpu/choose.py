@@ -31,18 +31,26 @@ def weigh(scores, highest, temperature):
 
 
 @triton.jit
+def left(row, vocab, limit, ties, tied, first, BLOCK: tl.constexpr):
+    """Of the tokens from `first` on: where they are, their scores and ranks, which have the rank `limit`, and which
+    (limit, ties) leaves, after `tied` of that rank before them."""
+    at = first + tl.arange(0, BLOCK)
+    scores = tl.load(row + at, mask=at < vocab, other=float("-inf"))
+    rank = rank_of(scores)
+    equal = ((rank == limit) & (at < vocab)).to(tl.int32)
+    kept = ((rank > limit) | ((equal > 0) & (tied + tl.cumsum(equal, 0) <= ties))) & (at < vocab)
+    return at, scores, rank, equal, kept
+
+
+@triton.jit
 def above(row, vocab, limit, ties, highest, temperature, least, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """How many (COUNT) or how much of the tokens that (limit, ties) leaves have a rank of at least `least`."""
     found = tl.zeros((), tl.float64)
     tied = tl.zeros((), tl.int32)
     for first in range(0, vocab, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        scores = tl.load(row + at, mask=at < vocab, other=float("-inf"))
-        rank = rank_of(scores)
-        equal = ((rank == limit) & (at < vocab)).to(tl.int32)
-        kept = (rank > limit) | ((equal > 0) & (tied + tl.cumsum(equal, 0) <= ties))
+        _at, scores, rank, equal, kept = left(row, vocab, limit, ties, tied, first, BLOCK)
         amount = 1.0 if COUNT else weigh(scores, highest, temperature)
-        found += tl.sum(tl.where(kept & (at < vocab) & (rank >= least), amount, 0.0).to(tl.float64), 0)
+        found += tl.sum(tl.where(kept & (rank >= least), amount, 0.0).to(tl.float64), 0)
         tied += tl.sum(equal, 0)
     return found
 
@@ -71,11 +79,7 @@ def draw(row, vocab, limit, ties, highest, temperature, uniform, BLOCK: tl.const
     chosen, last = tl.full((), 2147483647, tl.int32), tl.zeros((), tl.int32)
     tied = tl.zeros((), tl.int32)
     for first in range(0, vocab, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        scores = tl.load(row + at, mask=at < vocab, other=float("-inf"))
-        rank = rank_of(scores)
-        equal = ((rank == limit) & (at < vocab)).to(tl.int32)
-        kept = ((rank > limit) | ((equal > 0) & (tied + tl.cumsum(equal, 0) <= ties))) & (at < vocab)
+        at, scores, _rank, equal, kept = left(row, vocab, limit, ties, tied, first, BLOCK)
         weights = tl.where(kept, weigh(scores, highest, temperature), 0.0)
         passed = kept & (sum_before + tl.cumsum(weights, 0) > target)
         chosen = tl.minimum(chosen, tl.min(tl.where(passed, at, 2147483647), 0))
