@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
 
 from forebay.testing.conformance import Driver, InProcess, Made, Pool
 from forebay.tiers.fs.tier import FsTier
 from forebay.tiers.messages import OptionValue
-from tests.conformance.worlds import FsWorld, Sealed
+from tests.conformance.worlds import QUOTA, FsWorld, Sealed
 
 NEIGHBOURS_MOVES = 8
 
@@ -28,6 +29,10 @@ class SharedFsWorld(FsWorld):
 
     def options(self) -> dict[str, OptionValue]:
         return super().options() | {"state_dir": str(self.folder / "state"), "takeover_s": 0.2}
+
+    def ready(self, values: Mapping[str, float]) -> bool:
+        """Has it been given its part of the quota? Who comes second waits until the first has made room."""
+        return values.get("bytes_quota", 0.0) > QUOTA / 4
 
     def trouble(self, rng: random.Random) -> None:
         for _ in range(NEIGHBOURS_MOVES):
