@@ -55,6 +55,11 @@ class Reader:
         # Until when: chunks that somebody called damaged, and that are not.
         self._vouched: dict[Entry, float] = {}
 
+    def figures(self) -> dict[str, float]:
+        """Gauges: chunks being read to be checked, at most those of the table; and those that were called damaged and
+        are not, at most VOUCHED_MAX."""
+        return {"host.checks_running": len(self._checks), "host.alarms_remembered": len(self._vouched)}
+
     def at_once(self, client: Client, prompt: Prompt, deadline_ms: int) -> Pinned | None:
         """The whole answer, if it needs neither a tier nor a check; else None. Or which tokens it takes first."""
         found = match(self._core, prompt)

@@ -391,7 +391,7 @@ class StoreService:
 
     async def figures(self) -> tuple[dict[str, float], list[dict[str, str]]]:
         """All counters and gauges by dotted name, and a description of each tier."""
-        values = report.gauges(self.core, self.cascade) | self.announcer.figures()
+        values = report.gauges(self.core, self.cascade) | self.reader.figures() | self.announcer.figures()
         values["store.connections"] = len(self.connections)
         values["store.intake_bytes"], values["store.intake_refused"] = self.intake.bytes, self.intake.refused
         values["host.retired_ever"] = self.pool.retired()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
+import pytest
+
+from forebay.kvstore import reader
+from forebay.kvstore.cascade import Cascade
 from forebay.kvstore.client import StoreClient
 from tests.kvstore.running import Store, flip_a_bit, get, put
-from tests.kvstore.support import CHUNK, namespace
+from tests.kvstore.support import CHUNK, SmallStore, namespace
 
 
 def settled(client: StoreClient, entries: int) -> dict[str, float]:
@@ -46,3 +51,23 @@ def test_a_false_alarm_costs_nothing(store: Store) -> None:
         assert client.stats().values.get("host.corrupt", 0) == 0
         client.damaged([(victim.group, victim.key)])
         assert client.stats().values["host.alarms_unheard"] == 1, "who cries wolf makes nobody wait again and again"
+
+
+def test_what_is_remembered_of_false_alarms_has_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "VOUCHED_MAX", 2)
+    store = SmallStore()
+    entries = [store.store(chunk) for chunk in store.chunks(list(range(4 * CHUNK)))]
+    eyes = reader.Reader(store.core, Cascade(store.core), {}, lambda entry: True)
+
+    async def alarms() -> None:
+        for entry in entries:
+            assert entry is not None
+            eyes.doubt(entry)
+            await eyes.check_soon(entry)
+
+    asyncio.run(alarms())
+    assert eyes.figures() == {"host.checks_running": 0, "host.alarms_remembered": 2}
+    for entry in entries[-2:]:
+        assert entry is not None
+        eyes.doubt(entry)
+    assert store.core.counters.values["host.alarms_unheard"] == 2, "the last ones are remembered"
