@@ -80,9 +80,13 @@ class CausalLM(ABC):
         enqueues. The result is the caller's own.
         """
 
+    def held_groups(self) -> tuple[KVGroup, ...]:
+        """The cache groups with those KV heads that this process has: all, unless ranks share the model."""
+        return self.info.kv_groups
+
     def new_pools(self, num_blocks: Mapping[str, int]) -> dict[str, Tensor]:
-        """Zeroed KV pools of this model's geometry: {group name: pool of num_blocks[name] blocks}."""
+        """Zeroed KV pools of what this process has of the model: {group name: pool of num_blocks[name] blocks}."""
         return {
             group.name: torch.zeros(group.pool_shape(num_blocks[group.name]), dtype=self.dtype, device=self.device)
-            for group in self.info.kv_groups
+            for group in self.held_groups()
         }

@@ -15,10 +15,11 @@ from torch import Tensor
 from forebay.kernels.batch import Batch
 from forebay.models.base import CausalLM, KVGroup, ModelInfo
 from forebay.models.config import Config
-from forebay.models.layers import Attention, Decoder, GatedMLP, HeadNorm, Linear, RMSNorm
+from forebay.models.layers import Attention, Decoder, HeadNorm, RMSNorm
+from forebay.models.ranks import HeadShare, held_group, share_heads
 from forebay.models.rope import Rope
 from forebay.models.rope_config import read_rope
-from forebay.models.standard import FULL, SLIDING, read_kinds
+from forebay.models.standard import FULL, SLIDING, build_vocabulary, columns, dense_mlp, heads_linear, read_kinds
 from forebay.models.weights import Weights
 
 
@@ -123,19 +124,18 @@ def _groups(shape: Gemma3Shape) -> dict[str, KVGroup]:
 def build_gemma3(config: Config, weights: Weights) -> CausalLM:
     """The model, its weights taken from `weights`."""
     shape, groups = read_shape(config), _groups(read_shape(config))
-    embedding = weights.take("embed_tokens.weight", shape.vocab, shape.hidden)
-    tied = shape.tied or "lm_head.weight" not in weights
-    head = embedding if tied else weights.take("lm_head.weight", shape.vocab, shape.hidden)
+    ends = build_vocabulary(weights, shape.vocab, shape.hidden, tied=shape.tied)
     # The scale is a constant of fp32 that is rounded to the model's dtype: so the weights were trained.
     scale = torch.tensor(shape.hidden**0.5, dtype=torch.float32).to(weights.dtype)
     return Decoder(
         gemma3_info(config),
-        embedding=embedding,
+        embedding=ends.embedding,
         layers=[_Layer(shape, groups[kind], index, weights) for index, kind in enumerate(shape.kinds)],
         norm=_norm(weights, "norm", shape),
-        head=Linear(head),
+        head=ends.head,
         embed_scale=float(scale),
         logit_cap=shape.logit_cap,
+        ranks=weights.ranks,
     )
 
 
@@ -146,29 +146,25 @@ def _norm(weights: Weights, name: str, shape: Gemma3Shape) -> RMSNorm:
 class _Layer:
     def __init__(self, shape: Gemma3Shape, group: KVGroup, index: int, weights: Weights) -> None:
         at, hidden = f"layers.{index}.", shape.hidden
-        q_size, kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        mine = share_heads(shape.heads, shape.kv_heads, weights.ranks)
         self._dtype = weights.dtype
         self._before_attention = _norm(weights, f"{at}input_layernorm", shape)
         self._after_attention = _norm(weights, f"{at}post_attention_layernorm", shape)
         self._before_mlp = _norm(weights, f"{at}pre_feedforward_layernorm", shape)
         self._after_mlp = _norm(weights, f"{at}post_feedforward_layernorm", shape)
         self._attention = Attention(
-            qkv=weights.merged_linear(
-                {f"{at}self_attn.{x}_proj": q_size if x == "q" else kv_size for x in "qkv"}, hidden
+            qkv=heads_linear(weights, f"{at}self_attn.", hidden, (shape.heads, shape.kv_heads, shape.head_dim)),
+            out=weights.summed_linear(
+                f"{at}self_attn.o_proj", hidden, shape.heads * shape.head_dim, columns(mine.q, shape.head_dim)
             ),
-            out=weights.linear(f"{at}self_attn.o_proj", hidden, q_size),
-            heads=shape.heads,
-            group=group,
+            heads=len(mine.q),
+            group=held_group(group, weights.ranks),
             layer=index,
             rope=shape.full_rope if group.window is None else shape.local_rope,
             scale=1.0,
-            qk_norm=_head_norm(shape, at, weights),
+            qk_norm=_head_norm(shape, at, weights, mine),
         )
-        self._mlp = GatedMLP(
-            weights.merged_linear({f"{at}mlp.{x}_proj": shape.ffn for x in ("gate", "up")}, hidden),
-            weights.linear(f"{at}mlp.down_proj", hidden, shape.ffn),
-            act="gelu_tanh",
-        )
+        self._mlp = dense_mlp(weights, f"{at}mlp", hidden, shape.ffn, act="gelu_tanh")
 
     def __call__(self, hidden: Tensor, batch: Batch, kv: Mapping[str, Tensor], keep: Tensor | None) -> Tensor:
         mixed = self._attention(self._before_attention(hidden).to(self._dtype), batch, kv, keep)
@@ -178,7 +174,7 @@ class _Layer:
         return self._after_mlp.add_to(hidden, mixed)
 
 
-def _head_norm(shape: Gemma3Shape, at: str, weights: Weights) -> HeadNorm:
+def _head_norm(shape: Gemma3Shape, at: str, weights: Weights, mine: HeadShare) -> HeadNorm:
     """The scale of the scores goes into the queries' norm: a rotation keeps it, and it costs nothing there."""
     q, k = (weights.exact(f"{at}self_attn.{x}_norm.weight", shape.head_dim) + 1 for x in "qk")
-    return HeadNorm(q * shape.scale, k, shape.heads, shape.kv_heads, shape.eps)
+    return HeadNorm(q * shape.scale, k, len(mine.q), len(mine.kv), shape.eps)

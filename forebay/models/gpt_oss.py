@@ -14,6 +14,7 @@ from forebay.models.base import CausalLM, KVGroup, ModelInfo
 from forebay.models.config import Config
 from forebay.models.layers import Layer, Linear
 from forebay.models.moe import MLP, MoE, Router, check_routing
+from forebay.models.ranks import share, share_heads
 from forebay.models.rope_config import read_rope
 from forebay.models.standard import (
     FULL,
@@ -79,7 +80,8 @@ def build_gpt_oss(config: Config, weights: Weights) -> CausalLM:
     attention, groups = shape.attention, _groups(shape)
 
     def layer(index: int) -> Layer:
-        sinks = weights.exact(f"layers.{index}.self_attn.sinks", attention.heads)
+        mine = share_heads(attention.heads, attention.kv_heads, weights.ranks).q
+        sinks = weights.exact(f"layers.{index}.self_attn.sinks", attention.heads, cut={0: mine})
         mixer = build_attention(attention, groups[shape.kinds[index]], index, weights, sinks=sinks)
         mlp = _moe(config, weights, f"layers.{index}.mlp")
         return pre_norm_layer(weights, index, attention.hidden, attention.eps, attention=mixer, mlp=mlp)
@@ -96,21 +98,46 @@ def _moe(config: Config, weights: Weights, at: str) -> MLP:
         bias=weights.exact(f"{at}.router.bias", experts),
     )
     ffn = config.size("intermediate_size")
-    ups = _projections(weights, f"{at}.experts.gate_up_proj", experts, 2 * ffn, hidden)
-    downs = _projections(weights, f"{at}.experts.down_proj", experts, hidden, ffn)
+    mine = share(ffn, weights.ranks)
+    # Gate and up alternate, so a part of the columns has both of its own.
+    ups = _Stacked(weights, f"{at}.experts.gate_up_proj", experts, 2 * ffn, hidden)
+    downs = _Stacked(weights, f"{at}.experts.down_proj", experts, hidden, ffn)
+    pairs = zip(
+        ups.linears(rows=range(2 * mine.start, 2 * mine.stop)),
+        downs.linears(columns=mine, bias=weights.ranks.rank == 0),
+        strict=True,
+    )
     alpha, limit = config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0)
-    return MoE(router, [_Expert(up, down, alpha, limit) for up, down in zip(ups, downs, strict=True)])
+    return MoE(router, [_Expert(up, down, alpha, limit) for up, down in pairs], ranks=weights.ranks)
 
 
-def _projections(weights: Weights, name: str, experts: int, out: int, into: int) -> list[Linear]:
-    """Every expert's. Unquantised weights are stored with the last two axes the other way round."""
-    if f"{name}_blocks" in weights:
-        stacked = weights.take_mxfp4(name, experts, out, into)
-    else:
-        stacked = weights.take(name, experts, into, out).transpose(1, 2)
-    biases = weights.take(f"{name}_bias", experts, out)
-    # Copies, so that no expert's share keeps the whole stack.
-    return [Linear(weight.contiguous(), bias.clone()) for weight, bias in zip(stacked, biases, strict=True)]
+@dataclass(frozen=True, slots=True)
+class _Stacked:
+    """One projection of every expert, from `into` to `out` features, as it is stored."""
+
+    weights: Weights
+    name: str
+    experts: int
+    out: int
+    into: int
+
+    def linears(
+        self, *, rows: range | None = None, columns: range | None = None, bias: bool = True
+    ) -> list[Linear]:
+        """Every expert's, or these parts of them. Unquantised weights are stored with the last two axes the other way
+        round."""
+        parts = {axis: part for axis, part in ((1, rows), (2, columns)) if part is not None}
+        if f"{self.name}_blocks" in self.weights:
+            stacked = self.weights.take_mxfp4(self.name, self.experts, self.out, self.into, cut=parts)
+        else:
+            turned = {3 - axis: part for axis, part in parts.items()}
+            stacked = self.weights.take(self.name, self.experts, self.into, self.out, cut=turned).transpose(1, 2)
+        # Copies, so that no expert's share keeps the whole stack.
+        if not bias:
+            return [Linear(weight.contiguous()) for weight in stacked]
+        cut = {} if rows is None else {1: rows}
+        biases = self.weights.take(f"{self.name}_bias", self.experts, self.out, cut=cut)
+        return [Linear(weight.contiguous(), bias.clone()) for weight, bias in zip(stacked, biases, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

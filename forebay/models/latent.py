@@ -1,7 +1,8 @@
 """Multi-head latent attention: a layer that keeps one row a token for all of its heads.
 
 The row is the normed latent and, behind it, the rotated part of the key. The two projections that make a head's key and
-value from a latent are applied to the query and to the result instead, so nothing is expanded.
+value from a latent are applied to the query and to the result instead, so nothing is expanded. With several ranks each
+has its part of the heads; the rows, which all heads need, are computed and kept on every rank.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from forebay.kernels.batch import Batch
 from forebay.kernels.mla import latent_attention, write_latents
 from forebay.models.base import KVGroup
 from forebay.models.layers import Linear, RMSNorm, accumulate_dtype
+from forebay.models.ranks import share_heads
 from forebay.models.rope import Rope, rotate, rotate_pairs
+from forebay.models.standard import columns
 from forebay.models.weights import Weights
 
 NORM_EPS = 1e-6
@@ -57,16 +60,21 @@ class LatentAttention:
     """Projections, rotation, cache write and attention of layer `index`."""
 
     def __init__(self, shape: LatentShape, group: KVGroup, index: int, weights: Weights) -> None:
-        at, heads = f"layers.{index}.self_attn.", shape.heads
+        at, heads = f"layers.{index}.self_attn.", share_heads(shape.heads, 1, weights.ranks).q
         self._shape, self._group, self._layer_in_group = shape, group, group.layers.index(index)
         self._query = _Query(shape, at, weights)
         self._down = weights.linear(f"{at}kv_a_proj_with_mqa", shape.width, shape.hidden, bias=shape.bias)
         self._norm = RMSNorm(weights.exact(f"{at}kv_a_layernorm.weight", shape.rank), NORM_EPS)
-        up = weights.take(f"{at}kv_b_proj.weight", heads * (shape.nope + shape.value), shape.rank)
-        to_key, to_value = up.view(heads, -1, shape.rank).split((shape.nope, shape.value), dim=1)
+        width = shape.nope + shape.value
+        up = weights.take(
+            f"{at}kv_b_proj.weight", shape.heads * width, shape.rank, cut={0: columns(heads, width)}
+        )
+        to_key, to_value = up.view(len(heads), -1, shape.rank).split((shape.nope, shape.value), dim=1)
         self._to_key = to_key.contiguous()
         self._to_value = to_value.transpose(1, 2).contiguous()
-        self._out = weights.linear(f"{at}o_proj", shape.hidden, heads * shape.value, bias=shape.bias)
+        self._out = weights.summed_linear(
+            f"{at}o_proj", shape.hidden, shape.heads * shape.value, columns(heads, shape.value), bias=shape.bias
+        )
 
     def __call__(self, x: Tensor, batch: Batch, kv: Mapping[str, Tensor], keep: Tensor | None = None) -> Tensor:
         """x [T, hidden] -> [T, hidden], or only the rows `keep`. Writes this layer's rows into the pool."""
@@ -103,15 +111,16 @@ class _Query:
     """Heads [T, heads, nope + rope] from hidden states, through a latent of their own or not."""
 
     def __init__(self, shape: LatentShape, at: str, weights: Weights) -> None:
-        self._heads, self._dtype = shape.heads, weights.dtype
-        out = shape.heads * (shape.nope + shape.rope.dim)
+        self._dtype = weights.dtype
+        heads, dim = share_heads(shape.heads, 1, weights.ranks).q, shape.nope + shape.rope.dim
+        self._heads, out, mine = len(heads), shape.heads * dim, columns(heads, dim)
         self._down: Linear | None = None
         if shape.q_rank is None:
-            self._up = weights.linear(f"{at}q_proj", out, shape.hidden)
+            self._up = weights.linear(f"{at}q_proj", out, shape.hidden, rows=mine)
             return
         self._down = weights.linear(f"{at}q_a_proj", shape.q_rank, shape.hidden, bias=shape.bias)
         self._norm = RMSNorm(weights.exact(f"{at}q_a_layernorm.weight", shape.q_rank), NORM_EPS)
-        self._up = weights.linear(f"{at}q_b_proj", out, shape.q_rank)
+        self._up = weights.linear(f"{at}q_b_proj", out, shape.q_rank, rows=mine)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._down is not None:

@@ -18,6 +18,7 @@ from forebay.kernels.attention import paged_attention
 from forebay.kernels.batch import Batch
 from forebay.kernels.cache import slot_rows, write_rows
 from forebay.models.base import CausalLM, KVGroup, ModelInfo
+from forebay.models.ranks import ALONE, Embedding, Ranks, held_group
 from forebay.models.rope import Rope, rotate
 
 PACK_ROWS = 16
@@ -49,6 +50,17 @@ class Linear:
         if self._packed:
             return _packed_linear(x, self._weight, self._bias)
         return F.linear(x, self._weight, self._bias)
+
+
+class SummedLinear(Linear):
+    """A product of which each rank has the part of some columns: the sum of all parts, on every rank."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, ranks: Ranks) -> None:
+        super().__init__(weight, bias)
+        self._ranks = ranks
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._ranks.sum(super().__call__(x))
 
 
 class GatedMLP:
@@ -126,18 +138,26 @@ class HeadNorm:
 
 
 class WholeNorm:
-    """One RMS norm over all query heads together, and one over all key heads."""
+    """One RMS norm over all query heads together, and one over all key heads, wherever they are."""
 
-    def __init__(self, q: Tensor, k: Tensor, heads: int, eps: float) -> None:
-        """`q` [heads * head_dim] and `k` [kv_heads * head_dim] are their weights."""
+    def __init__(self, q: Tensor, k: Tensor, heads: int, eps: float, ranks: Ranks = ALONE) -> None:
+        """`q` [heads * head_dim] and `k` [kv_heads * head_dim] are the weights of this rank's heads."""
         self._q, self._k, self._heads = q, k, heads
         self._eps = torch.full_like(q[0], eps)
+        self._ranks = ranks
+        # A sum over all ranks has every value as often as ranks hold it, and so has the count of values.
+        counts = (len(q) * ranks.size, len(k) * ranks.size)
+        self._parts = torch.tensor([1 / count for count in counts], dtype=q.dtype, device=q.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, heads + kv_heads, head_dim], query heads first."""
         q, k = x[:, : self._heads].flatten(1), x[:, self._heads :].flatten(1)
-        both = (normalise(q, self._eps).mul_(self._q), normalise(k, self._eps).mul_(self._k))
-        return torch.cat(both, dim=1).view(x.shape)
+        if self._ranks.size == 1:
+            both = (normalise(q, self._eps).mul_(self._q), normalise(k, self._eps).mul_(self._k))
+            return torch.cat(both, dim=1).view(x.shape)
+        squares = torch.stack(((q * q).sum(dim=-1), (k * k).sum(dim=-1)), dim=1)
+        scales = self._ranks.sum(squares).mul_(self._parts).add_(self._eps).rsqrt_()
+        return torch.cat((q * scales[:, :1] * self._q, k * scales[:, 1:] * self._k), dim=1).view(x.shape)
 
 
 class Attention:
@@ -239,29 +259,34 @@ class PreNormLayer:
 
 
 class Decoder(CausalLM):
-    """Embedding, layers, norm, head. `embed_scale` multiplies embeddings, `logit_cap` bends logits."""
+    """Embedding, layers, norm, head. `embed_scale` multiplies embeddings, `logit_cap` bends logits.
+
+    With several `ranks` the head gives each its part of the vocabulary, and only the first one has logits at the end.
+    """
 
     def __init__(
         self,
         info: ModelInfo,
         *,
-        embedding: Tensor,
+        embedding: Embedding,
         layers: Sequence[Layer],
         norm: RMSNorm,
         head: Linear,
         embed_scale: float = 1.0,
         logit_cap: float | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.info = info
         self.dtype = embedding.dtype
         self.device = embedding.device
+        self._ranks = ranks
         self._embedding, self._layers, self._norm, self._head = embedding, layers, norm, head
         self._embed_scale, self._logit_cap = embed_scale, logit_cap
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: Mapping[str, Tensor]) -> Tensor:
         exact = accumulate_dtype(self.dtype)
-        hidden = F.embedding(batch.token_ids, self._embedding).to(exact)
+        hidden = self._embedding(batch.token_ids).to(exact)
         if self._embed_scale != 1.0:
             hidden.mul_(self._embed_scale)
         for layer in self._layers[:-1]:
@@ -269,7 +294,20 @@ class Decoder(CausalLM):
         hidden = self._layers[-1](hidden, batch, kv, batch.logits_rows)
         if not len(hidden):
             return hidden.new_zeros(0, self.info.vocab_size)
-        logits = self._head(self._norm(hidden).to(self.dtype)).to(exact)
+        logits = self._gathered(self._head(self._norm(hidden).to(self.dtype))).to(exact)
         if self._logit_cap is not None:
             logits.div_(self._logit_cap).tanh_().mul_(self._logit_cap)
         return logits
+
+    def held_groups(self) -> tuple[KVGroup, ...]:
+        """See `CausalLM.held_groups`."""
+        return tuple(held_group(group, self._ranks) for group in self.info.kv_groups)
+
+    def _gathered(self, logits: Tensor) -> Tensor:
+        """Logits of the whole vocabulary from those of each rank's part; on the other ranks none at all."""
+        if self._ranks.size == 1:
+            return logits
+        vocab = self.info.vocab_size
+        widest = -(-vocab // self._ranks.size)
+        whole = self._ranks.gather(F.pad(logits, (0, widest - logits.shape[1])))
+        return logits.new_empty(0, vocab) if whole is None else whole[:, :vocab].contiguous()

@@ -15,6 +15,7 @@ from forebay.models.convert import convert_gguf, read_gguf_config
 from forebay.models.errors import ModelNotFound, UnsupportedArchitecture
 from forebay.models.json_file import read_json
 from forebay.models.quantised import read_quantisation
+from forebay.models.ranks import ALONE, Ranks, check_split
 from forebay.models.registry import find_family, text_config
 from forebay.models.weights import Progress, Weights
 
@@ -51,8 +52,10 @@ def load_model(
     device: torch.device,
     progress: Progress | None = None,
     cache_dir: Path | None = None,
+    ranks: Ranks = ALONE,
 ) -> CausalLM:
-    """The model at `path`, its weights in memory. Blocks for as long as reading them takes.
+    """The model at `path`, its weights in memory; with several `ranks` this one's part of it, which computes together
+    with the others'. Blocks for as long as reading them takes.
 
     `progress` is called with (what, done, total). Raises ModelNotFound, CheckpointBroken,
     UnsupportedArchitecture, NoSpace, NotWritable.
@@ -64,11 +67,19 @@ def load_model(
     family = find_family(text_config(config))
     info = _info(config, _generation(directory))
     quantisation = read_quantisation(config if "quantization_config" in config else text_config(config))
-    weights = Weights(directory, dtype=dtype, device=device, progress=progress, quantisation=quantisation)
+    weights = Weights(
+        directory, dtype=dtype, device=device, progress=progress, quantisation=quantisation, ranks=ranks
+    )
     with torch.inference_mode():
         model = family.build(text_config(config), weights)
     model.info = info
     return model
+
+
+def check_ranks(directory: Path, size: int) -> None:
+    """May `size` tensor parallel ranks share the checkpoint in `directory`? Raises ConfigError; reads no weights."""
+    config = read_config(directory)
+    check_split(text_config(config), _info(config, None), size)
 
 
 def fingerprint_weights(path: Path, cache_dir: Path | None = None, progress: Progress | None = None) -> bytes:

@@ -7,13 +7,14 @@ from __future__ import annotations
 from forebay.kernels.moe import Routing
 from forebay.models.base import CausalLM, ModelInfo
 from forebay.models.config import Config
-from forebay.models.layers import GatedMLP, Layer
+from forebay.models.layers import Layer
 from forebay.models.moe import MLP, MoE, Router, check_routing
 from forebay.models.rope_config import read_rope
 from forebay.models.standard import (
     AttentionShape,
     build_attention,
     build_decoder,
+    dense_mlp,
     pre_norm_layer,
     read_heads,
     read_info,
@@ -69,9 +70,8 @@ def _moe(config: Config, weights: Weights, at: str) -> MLP:
         choice_bias=weights.exact(f"{at}.e_score_correction_bias", experts),
     )
     ffn = config.size("intermediate_size")
-    return MoE(router, [_expert(weights, f"{at}.experts.{index}", hidden, ffn) for index in range(experts)])
-
-
-def _expert(weights: Weights, at: str, hidden: int, ffn: int) -> GatedMLP:
-    gate_up = weights.merged_linear({f"{at}.w1": ffn, f"{at}.w3": ffn}, hidden)
-    return GatedMLP(gate_up, weights.linear(f"{at}.w2", hidden, ffn), act="silu")
+    mlps = [
+        dense_mlp(weights, f"{at}.experts.{index}", hidden, ffn, names=("w1", "w3", "w2"), partial=True)
+        for index in range(experts)
+    ]
+    return MoE(router, mlps, ranks=weights.ranks)

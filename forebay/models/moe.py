@@ -11,6 +11,7 @@ from torch import Tensor
 from forebay.kernels.moe import Routing, mix_experts, route
 from forebay.models.config import Config
 from forebay.models.layers import GatedMLP, accumulate_dtype
+from forebay.models.ranks import ALONE, Ranks
 from forebay.models.standard import dense_mlp
 from forebay.models.weights import Weights
 
@@ -31,10 +32,15 @@ class Router:
 
 
 class MoE:
-    """The weighted sum of the chosen experts' outputs, and `shared`'s on top."""
+    """The weighted sum of the chosen experts' outputs, and `shared`'s on top.
 
-    def __init__(self, router: Router, experts: Sequence[MLP], shared: MLP | None = None) -> None:
-        self._router, self._experts, self._shared = router, experts, shared
+    With several `ranks` each has a part of every expert's columns: they route alike, and sum once, at the end.
+    """
+
+    def __init__(
+        self, router: Router, experts: Sequence[MLP], shared: MLP | None = None, ranks: Ranks = ALONE
+    ) -> None:
+        self._router, self._experts, self._shared, self._ranks = router, experts, shared, ranks
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden] in the accumulation dtype."""
@@ -42,7 +48,7 @@ class MoE:
         logits = F.linear(x.to(accumulate_dtype(x.dtype)), router.weight, router.bias)
         routes = route(logits, router.routing, router.choice_bias)
         mixed = mix_experts(x, routes, len(self._experts), lambda index, rows: self._experts[index](rows))
-        return mixed if self._shared is None else mixed.add_(self._shared(x))
+        return self._ranks.sum(mixed if self._shared is None else mixed.add_(self._shared(x)))
 
 
 def check_routing(config: Config, routing: Routing, experts: int) -> Routing:
@@ -58,8 +64,8 @@ def check_routing(config: Config, routing: Routing, experts: int) -> Routing:
 
 
 def gated_experts(weights: Weights, at: str, count: int, hidden: int, ffn: int) -> list[GatedMLP]:
-    """Experts as most families name them: `at`.0.gate_proj and so on."""
-    return [dense_mlp(weights, f"{at}.{index}", hidden, ffn) for index in range(count)]
+    """Experts as most families name them: `at`.0.gate_proj and so on. Each gives this rank's part of its sum."""
+    return [dense_mlp(weights, f"{at}.{index}", hidden, ffn, partial=True) for index in range(count)]
 
 
 def sparse_mlp(
@@ -84,5 +90,6 @@ def sparse_mlp(
     return MoE(
         router,
         gated_experts(weights, f"{at}.experts", experts, hidden, ffn),
-        dense_mlp(weights, f"{at}.shared_experts", hidden, shared, bias=bias) if shared else None,
+        dense_mlp(weights, f"{at}.shared_experts", hidden, shared, bias=bias, partial=True) if shared else None,
+        weights.ranks,
     )

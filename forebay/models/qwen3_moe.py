@@ -77,4 +77,4 @@ def _moe(config: Config, weights: Weights, at: str) -> MLP:
     routing = Routing(config.size("num_experts_per_tok"), "softmax", renormalise=config.flag("norm_topk_prob", False))
     router = Router(weights.exact(f"{at}.gate.weight", experts, hidden), check_routing(config, routing, experts))
     ffn = config.size("moe_intermediate_size")
-    return MoE(router, gated_experts(weights, f"{at}.experts", experts, hidden, ffn))
+    return MoE(router, gated_experts(weights, f"{at}.experts", experts, hidden, ffn), ranks=weights.ranks)

@@ -25,6 +25,7 @@ from forebay.models.layers import (
     RMSNorm,
     WholeNorm,
 )
+from forebay.models.ranks import Embedding, HeadShare, held_group, share, share_heads, vocabulary_share
 from forebay.models.rope import Rope
 from forebay.models.weights import Weights
 
@@ -108,42 +109,79 @@ def read_info(
 def build_attention(
     shape: AttentionShape, group: KVGroup, index: int, weights: Weights, *, sinks: Tensor | None = None
 ) -> Attention:
-    """The attention of layer `index`, which is one of `group`."""
+    """The attention of layer `index`, which is one of `group`: with this rank's heads, of which `sinks` are."""
     at = f"layers.{index}.self_attn."
-    q_size, kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    mine = share_heads(shape.heads, shape.kv_heads, weights.ranks)
     return Attention(
-        qkv=weights.merged_linear(
-            {f"{at}{x}_proj": q_size if x == "q" else kv_size for x in "qkv"}, shape.hidden, bias=shape.qkv_bias
+        qkv=heads_linear(weights, at, shape.hidden, (shape.heads, shape.kv_heads, shape.head_dim), bias=shape.qkv_bias),
+        out=weights.summed_linear(
+            f"{at}o_proj", shape.hidden, shape.heads * shape.head_dim, columns(mine.q, shape.head_dim),
+            bias=shape.out_bias,
         ),
-        out=weights.linear(f"{at}o_proj", shape.hidden, q_size, bias=shape.out_bias),
-        heads=shape.heads,
-        group=group,
+        heads=len(mine.q),
+        group=held_group(group, weights.ranks),
         layer=index,
         rope=shape.rope,
         scale=shape.head_dim**-0.5,
-        qk_norm=_qk_norm(shape, at, weights),
+        qk_norm=_qk_norm(shape, at, weights, mine),
         sinks=sinks,
-    )
+    )  # fmt: skip
 
 
-def _qk_norm(shape: AttentionShape, at: str, weights: Weights) -> HeadNorm | WholeNorm | None:
+def columns(heads: range, dim: int) -> range:
+    """Which features those of `heads` are."""
+    return range(heads.start * dim, heads.stop * dim)
+
+
+def heads_linear(
+    weights: Weights, at: str, hidden: int, sizes: tuple[int, int, int], *, bias: bool = False
+) -> Linear:
+    """The projections q, k and v under `at` side by side, of this rank's heads. `sizes`: heads, KV heads, head_dim."""
+    heads, kv_heads, dim = sizes
+    mine = share_heads(heads, kv_heads, weights.ranks)
+    outs = {f"{at}{x}_proj": (heads if x == "q" else kv_heads) * dim for x in "qkv"}
+    rows = {f"{at}{x}_proj": columns(mine.q if x == "q" else mine.kv, dim) for x in "qkv"}
+    return weights.merged_linear(outs, hidden, bias=bias, rows=rows)
+
+
+def _qk_norm(shape: AttentionShape, at: str, weights: Weights, mine: HeadShare) -> HeadNorm | WholeNorm | None:
     if shape.qk_norm == "none":
         return None
     if shape.qk_norm == "head":
         q, k = (weights.exact(f"{at}{x}_norm.weight", shape.head_dim) for x in "qk")
-        return HeadNorm(q, k, shape.heads, shape.kv_heads, shape.eps)
-    q = weights.exact(f"{at}q_norm.weight", shape.heads * shape.head_dim)
-    k = weights.exact(f"{at}k_norm.weight", shape.kv_heads * shape.head_dim)
-    return WholeNorm(q, k, shape.heads, shape.eps)
+        return HeadNorm(q, k, len(mine.q), len(mine.kv), shape.eps)
+    dim = shape.head_dim
+    q = weights.exact(f"{at}q_norm.weight", shape.heads * dim, cut={0: columns(mine.q, dim)})
+    k = weights.exact(f"{at}k_norm.weight", shape.kv_heads * dim, cut={0: columns(mine.kv, dim)})
+    return WholeNorm(q, k, len(mine.q), shape.eps, weights.ranks)
 
 
-def dense_mlp(weights: Weights, at: str, hidden: int, ffn: int, *, bias: bool = False) -> GatedMLP:
-    """gate, up and down projections under the name `at`, with SiLU."""
-    return GatedMLP(
-        weights.merged_linear({f"{at}.{x}_proj": ffn for x in ("gate", "up")}, hidden, bias=bias),
-        weights.linear(f"{at}.down_proj", hidden, ffn, bias=bias),
-        act="silu",
-    )
+def dense_mlp(
+    weights: Weights, at: str, hidden: int, ffn: int, *, bias: bool = False, partial: bool = False,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), act: Literal["silu", "gelu_tanh"] = "silu",
+) -> GatedMLP:  # fmt: skip
+    """gate, up and down projections under the name `at`. With several ranks each has its part of the columns between
+    them, and gives the sum of all, or its part of the sum if only that is wanted (`partial`)."""
+    mine, (gate, up, down) = share(ffn, weights.ranks), (f"{at}.{name}" for name in names)
+    gate_up = weights.merged_linear({gate: ffn, up: ffn}, hidden, bias=bias, rows={gate: mine, up: mine})
+    return GatedMLP(gate_up, weights.summed_linear(down, hidden, ffn, mine, bias=bias, partial=partial), act=act)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Vocabulary:
+    """Both ends of a model: this rank's part of the table of tokens, and of the head."""
+
+    embedding: Embedding
+    head: Linear
+
+
+def build_vocabulary(weights: Weights, vocab: int, hidden: int, *, tied: bool) -> Vocabulary:
+    """The head is the embedding if they are `tied`, or if there is no other."""
+    mine = vocabulary_share(vocab, weights.ranks)
+    embedding = weights.take("embed_tokens.weight", vocab, hidden, cut={0: mine})
+    tied = tied or "lm_head.weight" not in weights
+    head = embedding if tied else weights.take("lm_head.weight", vocab, hidden, cut={0: mine})
+    return Vocabulary(Embedding(embedding, mine, weights.ranks), Linear(head))
 
 
 def pre_norm_layer(
@@ -163,15 +201,15 @@ def pre_norm_layer(
 def build_decoder(
     config: Config, info: ModelInfo, weights: Weights, eps: float, layer: Callable[[int], Layer]
 ) -> Decoder:
-    """The whole model; `layer` builds one. The head is the embedding if the configuration ties them, or if there is
-    no other."""
-    embedding = weights.take("embed_tokens.weight", info.vocab_size, info.hidden_size)
-    tied = config.flag("tie_word_embeddings", False) or "lm_head.weight" not in weights
-    head = embedding if tied else weights.take("lm_head.weight", info.vocab_size, info.hidden_size)
+    """The whole model; `layer` builds one."""
+    ends = build_vocabulary(
+        weights, info.vocab_size, info.hidden_size, tied=config.flag("tie_word_embeddings", False)
+    )
     return Decoder(
         info,
-        embedding=embedding,
+        embedding=ends.embedding,
         layers=[layer(index) for index in range(info.num_layers)],
         norm=RMSNorm(weights.exact("norm.weight", info.hidden_size), eps),
-        head=Linear(head),
+        head=ends.head,
+        ranks=weights.ranks,
     )

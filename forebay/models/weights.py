@@ -1,4 +1,7 @@
-"""Taking tensors out of a directory of safetensors, one at a time, each with the shape that it must have."""
+"""Taking tensors out of a directory of safetensors, one at a time, each with the shape that it must have.
+
+A rank that has only a part of a tensor reads only that part.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ from torch import Tensor
 
 from forebay.models.errors import CheckpointBroken, ModelNotFound, UnsupportedArchitecture
 from forebay.models.json_file import read_json
-from forebay.models.layers import Linear, accumulate_dtype
+from forebay.models.layers import Linear, SummedLinear, accumulate_dtype
 from forebay.models.quantised import MX_GROUP, Quantisation, scale_shape, unpack_mxfp4, unscale_fp8
+from forebay.models.ranks import ALONE, Ranks
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -21,6 +25,11 @@ PREFIXES = ("", "model.", "model.language_model.", "language_model.model.")
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is going on, done, total)."""
+
+Cut = Mapping[int, range]
+"""Of a tensor's axes the parts that are wanted; the others are wanted whole."""
+
+WHOLE: Cut = {}
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -71,18 +80,35 @@ class _Reader:
         self._path: Path | None = None
         self._file: safe_open | None = None
 
-    def tensor(self, path: Path, name: str) -> Tensor:
-        """Possibly a view of the mapped file. Raises CheckpointBroken."""
+    def shape(self, path: Path, name: str) -> tuple[int, ...]:
+        """From the file's header. Raises CheckpointBroken."""
         with _read_errors(path):
-            if self._file is None or path != self._path:
-                self._file = safe_open(str(path), framework="pt")
-                self._path = path
-            found: Tensor = self._file.get_tensor(name)
-            return found
+            return tuple(self._opened(path).get_slice(name).get_shape())
+
+    def tensor(self, path: Path, name: str, cut: Cut) -> Tensor:
+        """What `cut` leaves of it, possibly a view of the mapped file. Raises CheckpointBroken."""
+        with _read_errors(path):
+            if not cut:
+                whole: Tensor = self._opened(path).get_tensor(name)
+                return whole
+            axes = [slice(None)] * (max(cut) + 1)
+            for axis, wanted in cut.items():
+                axes[axis] = slice(wanted.start, wanted.stop)
+            part: Tensor = self._opened(path).get_slice(name)[tuple(axes)]
+            return part
+
+    def _opened(self, path: Path) -> safe_open:
+        if self._file is None or path != self._path:
+            self._file = safe_open(str(path), framework="pt")
+            self._path = path
+        return self._file
 
 
 class Weights:
-    """The tensors of a checkpoint, by name without the family's outer prefix (`layers.0.mlp...`, `lm_head...`)."""
+    """The tensors of a checkpoint, by name without the family's outer prefix (`layers.0.mlp...`, `lm_head...`).
+
+    `ranks` says which of those that share the model this one is: whoever builds it asks for its parts alone.
+    """
 
     def __init__(
         self,
@@ -92,7 +118,9 @@ class Weights:
         device: torch.device,
         progress: Progress | None,
         quantisation: Quantisation,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self.ranks = ranks
         self.directory, self.dtype, self.device = directory, dtype, device
         self.quantisation = quantisation
         self._progress = progress
@@ -107,17 +135,17 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
-    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A copy of the tensor, on the device, in `dtype` (default: the model's). Blocks on the disk.
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None, cut: Cut = WHOLE) -> Tensor:
+        """A copy of the tensor of this shape, or of what `cut` leaves of it, on the device, in `dtype` (default: the
+        model's). Blocks on the disk.
 
         What is stored in FP8 comes multiplied by its scales. Raises CheckpointBroken if it is missing or has another
         shape, UnsupportedArchitecture if it is quantised in a way that isn't known.
         """
-        tensor = self._read(name, shape)
-        if tensor.dtype == torch.float8_e4m3fn and f"{name}_scale_inv" in self and len(shape) == 2:
-            block = self.quantisation.block
-            scales = self._read(f"{name}_scale_inv", scale_shape(shape, block))
-            tensor = unscale_fp8(tensor, scales, block)
+        if f"{name}_scale_inv" in self and len(shape) == 2:
+            tensor = self._read_fp8(name, shape, cut)
+        else:
+            tensor = self._read(name, shape, cut)
         if not tensor.dtype.is_floating_point or tensor.element_size() < 2:
             raise UnsupportedArchitecture(
                 f"{self._files[name][0]}: tensor {name!r} is {tensor.dtype} without scales that are known here; "
@@ -127,50 +155,99 @@ class Weights:
         # Never a view of the mapped file: a file that is cut while it is mapped kills the process.
         return tensor.to(device=self.device, dtype=dtype or self.dtype, copy=True)
 
-    def take_mxfp4(self, name: str, *shape: int) -> Tensor:
-        """The tensor [..., k] that is stored as `name`_blocks and `name`_scales. Raises CheckpointBroken."""
+    def _read_fp8(self, name: str, shape: tuple[int, ...], cut: Cut) -> Tensor:
+        """A matrix times the scales of its blocks; whole blocks are read around what is wanted."""
+        block = self.quantisation.block
+        blocks = {axis: _around(part, block[axis]) for axis, part in cut.items()}
+        wide = {
+            axis: range(part.start * block[axis], min(part.stop * block[axis], shape[axis]))
+            for axis, part in blocks.items()
+        }
+        values = self._read(name, shape, wide)
+        if values.dtype != torch.float8_e4m3fn:
+            return values
+        scales = self._read(f"{name}_scale_inv", scale_shape(shape, block), blocks)
+        return _within(unscale_fp8(values, scales, block), cut, wide)
+
+    def take_mxfp4(self, name: str, *shape: int, cut: Cut = WHOLE) -> Tensor:
+        """The tensor [..., k], or what `cut` leaves of it, that is stored as `name`_blocks and `name`_scales. Raises
+        CheckpointBroken."""
+        last = len(shape) - 1
         groups = -(-shape[-1] // MX_GROUP)
-        blocks = self._read(f"{name}_blocks", (*shape[:-1], groups, MX_GROUP // 2))
-        scales = self._read(f"{name}_scales", (*shape[:-1], groups))
+        stored = {axis: _around(part, MX_GROUP) if axis == last else part for axis, part in cut.items()}
+        blocks = self._read(f"{name}_blocks", (*shape[:-1], groups, MX_GROUP // 2), stored)
+        scales = self._read(f"{name}_scales", (*shape[:-1], groups), stored)
         if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or shape[-1] % MX_GROUP:
             raise CheckpointBroken(
                 f"{self.directory}: {name} isn't MXFP4 (bytes, groups of {MX_GROUP}), as config.json says"
             )
-        return unpack_mxfp4(blocks, scales).to(device=self.device, dtype=self.dtype)
+        wide = {last: range(stored[last].start * MX_GROUP, stored[last].stop * MX_GROUP)} if last in cut else {}
+        values = _within(unpack_mxfp4(blocks, scales), {axis: cut[axis] for axis in wide}, wide)
+        return values.to(device=self.device, dtype=self.dtype)
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor as it is stored, possibly a view of the mapped file."""
+    def _read(self, name: str, shape: tuple[int, ...], cut: Cut = WHOLE) -> Tensor:
+        """The tensor as it is stored, or what `cut` leaves of it, possibly a view of the mapped file."""
         if name not in self._files:
             raise CheckpointBroken(
                 f"{self.directory} has no tensor {name!r}; the checkpoint is incomplete or of another "
                 "architecture than its config.json says"
             )
         path, full_name = self._files[name]
-        tensor = self._reader.tensor(path, full_name)
-        if tuple(tensor.shape) != shape:
+        cut = {axis: part for axis, part in cut.items() if part != range(shape[axis])}
+        found = self._reader.shape(path, full_name)
+        if found != shape:
             raise CheckpointBroken(
-                f"{path}: tensor {full_name!r} has shape {list(tensor.shape)}, but config.json wants "
+                f"{path}: tensor {full_name!r} has shape {list(found)}, but config.json wants "
                 f"{list(shape)}; the files don't belong together"
             )
+        tensor = self._reader.tensor(path, full_name, cut)
         self._taken += 1
         if self._progress is not None:
             self._progress("loading weights", self._taken, max(self._taken, len(self._files)))
         return tensor
 
-    def exact(self, name: str, *shape: int) -> Tensor:
+    def exact(self, name: str, *shape: int, cut: Cut = WHOLE) -> Tensor:
         """Like `take`, in the dtype that norms are computed in."""
-        return self.take(name, *shape, dtype=accumulate_dtype(self.dtype))
+        return self.take(name, *shape, dtype=accumulate_dtype(self.dtype), cut=cut)
 
-    def linear(self, name: str, out: int, into: int, *, bias: bool = False) -> Linear:
-        """The projection `name`, from `into` to `out` features."""
-        return self.merged_linear({name: out}, into, bias=bias)
+    def linear(self, name: str, out: int, into: int, *, bias: bool = False, rows: range | None = None) -> Linear:
+        """The projection `name`, from `into` to `out` features, or to `rows` of these."""
+        return self.merged_linear({name: out}, into, bias=bias, rows={} if rows is None else {name: rows})
 
-    def merged_linear(self, outs: Mapping[str, int], into: int, *, bias: bool = False) -> Linear:
-        """Several projections (name -> out features) of the same input as one, their results side by side."""
-        weight = torch.cat([self.take(f"{name}.weight", out, into) for name, out in outs.items()])
+    def merged_linear(
+        self, outs: Mapping[str, int], into: int, *, bias: bool = False, rows: Mapping[str, range] | None = None
+    ) -> Linear:
+        """Several projections (name -> out features) of the same input as one, their results side by side; of those
+        in `rows` only that part."""
+        cuts: dict[str, Cut] = {name: {0: part} for name, part in (rows or {}).items()}
+        weight = torch.cat([self.take(f"{n}.weight", out, into, cut=cuts.get(n, WHOLE)) for n, out in outs.items()])
         if not bias:
             return Linear(weight)
-        return Linear(weight, torch.cat([self.take(f"{n}.bias", out) for n, out in outs.items()]))
+        biases = [self.take(f"{n}.bias", out, cut=cuts.get(n, WHOLE)) for n, out in outs.items()]
+        return Linear(weight, torch.cat(biases))
+
+    def summed_linear(
+        self, name: str, out: int, into: int, columns: range, *, bias: bool = False, partial: bool = False
+    ) -> Linear:
+        """The projection `name` of an input of which each rank has its `columns`: all ranks' products are summed, or
+        left to be, if only a `partial` sum is wanted. The first rank's part has the bias."""
+        weight = self.take(f"{name}.weight", out, into, cut={1: columns})
+        added = self.take(f"{name}.bias", out) if bias and self.ranks.rank == 0 else None
+        if partial or self.ranks.size == 1:
+            return Linear(weight, added)
+        return SummedLinear(weight, added, self.ranks)
+
+
+def _around(part: range, step: int) -> range:
+    """The blocks of `step` that have any of `part`."""
+    return range(part.start // step, -(-part.stop // step))
+
+
+def _within(tensor: Tensor, cut: Cut, wide: Cut) -> Tensor:
+    """Cut out of `tensor`, which holds the parts `wide`, the parts `cut`."""
+    for axis, part in cut.items():
+        tensor = tensor.narrow(axis, part.start - wide[axis].start, len(part))
+    return tensor
 
 
 def _short_name(name: str) -> str:
