@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from forebay.router.listening import Listener
+from forebay.router.prompts import Prompts
 from forebay.router.settings import StoreStream
 from forebay.router.upstream import Upstream
 from forebay.scheduler.feed import Trust
@@ -40,22 +41,28 @@ class RouterMetrics:
         """Where a store's KV is to be had, if it was told."""
         return None if store is None else self._addresses.get(store)
 
-    def render(self, routing: Routing, upstreams: Sequence[Upstream], listeners: Sequence[Listener]) -> bytes:
+    def render(
+        self, routing: Routing, upstreams: Sequence[Upstream], listeners: Sequence[Listener], prompts: Prompts
+    ) -> bytes:
         """The text of `/metrics`."""
         live = CollectorRegistry()
-        live.register(_Live(routing, upstreams, listeners))
+        live.register(_Live(routing, upstreams, listeners, prompts))
         return generate_latest(self.registry) + generate_latest(live)
 
 
 class _Live(Collector):
     """Figures of this moment."""
 
-    def __init__(self, routing: Routing, upstreams: Sequence[Upstream], listeners: Sequence[Listener]) -> None:
+    def __init__(
+        self, routing: Routing, upstreams: Sequence[Upstream], listeners: Sequence[Listener], prompts: Prompts
+    ) -> None:
         self._routing, self._upstreams, self._listeners = routing, upstreams, listeners
+        self._prompts = prompts
 
     def collect(self) -> Iterable[Metric]:
         """prometheus_client: the present figures."""
         yield from self._totals()
+        yield from self._texts()
         yield from self._workers()
         yield from self._streams()
 
@@ -70,6 +77,11 @@ class _Live(Collector):
         yield GaugeMetricFamily("forebay_router_in_flight_max", "requests", value=float(load.max_in_flight))
         soon = float(self._routing.predicted.blocks)
         yield GaugeMetricFamily("forebay_router_predicted_blocks", "that workers will have soon", value=soon)
+
+    def _texts(self) -> Iterable[Metric]:
+        for name, value in self._prompts.statistics().items():
+            kind = GaugeMetricFamily if name.startswith("remembered") else CounterMetricFamily
+            yield kind(f"forebay_router_{name}", "prompts read", value=float(value))
 
     def _workers(self) -> Iterable[Metric]:
         gauges = {

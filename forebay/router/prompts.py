@@ -1,7 +1,10 @@
 """From a request's body to what is routed: token ids and what beside them makes the first block.
 
-Texts are tokenised once, by a worker that serves the model; what a text came to is remembered (bounded), and a
-completion's text is sent on as the ids, so that nobody does it again.
+Texts are tokenised once, by a worker that serves the model; what a text came to is remembered (bounded, a caller's
+own), and a completion's text is sent on as the ids, so that nobody does it again. Of a text that goes on from a
+known one only the end is asked for (`token_memory`): of a conversation, too, by its last messages. A template that
+shows earlier messages otherwise as soon as more come is found out at the end of the known text; one that does so
+further up would cost hits, and nothing else, for a chat's ids stay here.
 """
 
 from __future__ import annotations
@@ -18,14 +21,19 @@ import xxhash
 
 from forebay.kvstore.identity import root_key
 from forebay.router.client import BackendFailed, ask
+from forebay.router.questions import Ends, Question, chat_question, completion_question
 from forebay.router.settings import RouterConfig
+from forebay.router.token_memory import Remembered, TokenMemory, stitched
 from forebay.router.upstream import Upstream, Upstreams
 from forebay.scheduler.prefix_keys import Tokens, as_tokens, extra_of
 from forebay.scheduler.routing import Prompt
 
-REMEMBERED_TOKENS_MAX = 1 << 22
 REMEMBERED_SALTS_MAX = 1 << 12
 CHARACTERS_A_TOKEN = 4
+GROWN_BYTES_MIN = 1 << 14
+"""Texts shorter than this are tokenised as a whole: a question costs more than they do."""
+END_BYTES = 1 << 11
+"""How much of a known text's end is tokenised again with what came."""
 PASSED_ON = ("authorization",)
 SESSION_HEADERS = ("x-session-id", "x-dynamo-session-id", "x-session-token")
 
@@ -37,34 +45,6 @@ class _Tokenised(msgspec.Struct):
 class _Namespace(msgspec.Struct):
     id: str
     root: str
-
-
-class TokenMemory:
-    """Token ids of texts, by a hash of the text; the least recently used go first."""
-
-    def __init__(self, most: int = REMEMBERED_TOKENS_MAX) -> None:
-        self.most, self.tokens = most, 0
-        self.hits = self.misses = 0
-        self._known: OrderedDict[bytes, Tokens] = OrderedDict()
-
-    def get(self, name: bytes) -> Tokens | None:
-        """What it came to."""
-        found = self._known.get(name)
-        if found is None:
-            self.misses += 1
-            return None
-        self.hits += 1
-        self._known.move_to_end(name)
-        return found
-
-    def put(self, name: bytes, tokens: Tokens) -> None:
-        """Remember it."""
-        if tokens.size > self.most or name in self._known:
-            return
-        self._known[name] = tokens
-        self.tokens += tokens.size
-        while self.tokens > self.most:
-            self.tokens -= self._known.popitem(last=False)[1].size
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +61,8 @@ class Prompts:
     def __init__(self, config: RouterConfig, upstreams: Upstreams) -> None:
         self._config, self._upstreams = config, upstreams
         self.memory = TokenMemory()
-        self.failures = 0
+        self.grown_bytes_min = GROWN_BYTES_MIN
+        self.questions = self.asked_bytes = self.failures = 0
         self._salts: OrderedDict[tuple[str, str], int] = OrderedDict()
 
     async def read(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str], any_of: Upstream) -> Asked:
@@ -89,45 +70,80 @@ class Prompts:
         model = str(body.get("model") or next(iter(any_of.models), ""))
         parent = any_of.models.get(model)
         session = next((headers[name] for name in SESSION_HEADERS if name in headers), None)
-        tokens, replaces = await self._tokens(path, body, headers, any_of)
+        known, replaces = await self._tokens(path, body, headers, any_of)
         extra = await self._extra(body, headers, any_of)
-        length = _length(body) if tokens is None else int(tokens.size)
         lora = None if parent is None else model
-        return Asked(Prompt(parent or model, tokens, max(1, length), extra, lora, session), replaces)
+        if known is None:
+            return Asked(Prompt(parent or model, None, max(1, _length(body)), extra, lora, session), False)
+        prompt = Prompt(
+            parent or model, known.tokens, known.tokens.size, extra, lora, session, known.keys, known.begun
+        )
+        return Asked(prompt, replaces)
+
+    def statistics(self) -> dict[str, int]:
+        """Gauges (`remembered_...`, with their caps) and counters."""
+        memory = self.memory
+        return {
+            "remembered_texts": len(memory), "remembered_tokens": memory.tokens, "remembered_tokens_max": memory.most,
+            "remembered_salts": len(self._salts), "remembered_salts_max": REMEMBERED_SALTS_MAX,
+            "texts_known": memory.hits, "texts_new": memory.misses, "texts_grown": memory.grown,
+            "tokenise_questions": self.questions, "tokenise_bytes": self.asked_bytes,
+            "tokenise_failures": self.failures,
+        }  # fmt: skip
 
     async def _tokens(
         self, path: str, body: Mapping[str, Any], headers: Mapping[str, str], upstream: Upstream
-    ) -> tuple[Tokens | None, bool]:
+    ) -> tuple[Remembered | None, bool]:
+        model, ours = next(iter(upstream.models), ""), upstream.ours
         if path.endswith("/chat/completions"):
-            return await self._tokenised({"messages": body.get("messages")}, headers, upstream), False
+            question = chat_question(body, model, ours=ours)
+            return (None if question is None else await self._tokenised(question, headers, upstream)), False
         prompt = body.get("prompt")
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str):
             prompt = prompt[0]  # of several, the first one counts
         if isinstance(prompt, list):
-            return _ids(prompt), False
+            ids = _ids(prompt)
+            return (None if ids is None else Remembered(0, b"", ids)), False
         if not isinstance(prompt, str):
             return None, False
-        tokens = await self._tokenised({"prompt": prompt}, headers, upstream)
-        return tokens, tokens is not None and isinstance(body.get("prompt"), str) and not body.get("echo")
+        known = await self._tokenised(completion_question(body, prompt, model, ours=ours), headers, upstream)
+        return known, known is not None and isinstance(body.get("prompt"), str) and not body.get("echo")
 
     async def _tokenised(
-        self, question: dict[str, Any], headers: Mapping[str, str], upstream: Upstream
-    ) -> Tokens | None:
-        data = msgspec.json.encode(question | {"model": next(iter(upstream.models), None)})
-        name = xxhash.xxh3_128_digest(data)
-        known = self.memory.get(name)
+        self, question: Question, headers: Mapping[str, str], upstream: Upstream
+    ) -> Remembered | None:
+        who = xxhash.xxh3_128_hexdigest(headers.get("authorization", "").encode())
+        text = question.text(who)
+        known = self.memory.get(text)
         if known is not None:
             return known
-        answer = await self._post(upstream, "/tokenize", data, headers)
-        try:
-            tokens = None if answer is None else _ids(msgspec.json.decode(answer, type=_Tokenised).tokens)
-        except msgspec.MsgspecError:
-            tokens = None
+        before = self.memory.longest(text) if len(text) >= self.grown_bytes_min else None
+        tokens = None
+        if before is not None:
+            ends = question.ends(who, before.size, END_BYTES)
+            tokens = None if ends is None else await self._gone_on(before.tokens, ends, headers, upstream)
+            self.memory.grown += tokens is not None
+        if tokens is None:
+            tokens = await self._ask(question.body, headers, upstream)
         if tokens is None:
             self.failures += 1
-        else:
-            self.memory.put(name, tokens)
-        return tokens
+            return None
+        return self.memory.put(text, tokens, before)
+
+    async def _gone_on(
+        self, whole: Tokens, ends: Ends, headers: Mapping[str, str], upstream: Upstream
+    ) -> Tokens | None:
+        old, new = await asyncio.gather(*(self._ask(end, headers, upstream) for end in ends))
+        return None if old is None or new is None else stitched(whole, old, new)
+
+    async def _ask(self, body: bytes, headers: Mapping[str, str], upstream: Upstream) -> Tokens | None:
+        self.questions += 1
+        self.asked_bytes += len(body)
+        answer = await self._post(upstream, "/tokenize", body, headers)
+        try:
+            return None if answer is None else _ids(msgspec.json.decode(answer, type=_Tokenised).tokens)
+        except msgspec.MsgspecError:
+            return None
 
     async def _extra(self, body: Mapping[str, Any], headers: Mapping[str, str], upstream: Upstream) -> int:
         """What this caller's blocks begin with, as the events name it."""

@@ -73,7 +73,7 @@ class Router:
 
     def render_metrics(self) -> bytes:
         """The text of `/metrics`."""
-        return self.metrics.render(self.routing, self.upstreams.all, list(self.listeners.values()))
+        return self.metrics.render(self.routing, self.upstreams.all, list(self.listeners.values()), self.prompts)
 
     def described(self) -> dict[str, Any]:
         """Workers and streams as they are now."""

@@ -9,8 +9,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +28,21 @@ from forebay.scheduler.reach import Reach, reach_of
 
 SESSIONS_MAX = 1 << 16
 NO_KEYS: Keys = np.empty(0, np.uint64)
+KNOWN_MAX = 8
+"""Keys of one text are kept for so many block sizes, models, adapters and salts."""
+
+KeysName: TypeAlias = tuple[int, int, int]
+"""Block size, root, and what beside tokens makes the first block."""
+KnownKeys: TypeAlias = dict[KeysName, Keys]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """What is to be routed. `extra` is what beside tokens makes its first block (see `extra_of`). Without `tokens`
-    (nobody could tokenise it) nothing is known of it but its length."""
+    (nobody could tokenise it) nothing is known of it but its length.
+
+    `known` are prefix keys that were computed of these tokens, `begun` those of whole blocks that they begin with; both
+    may be shared with other prompts of the same text, and are no part of what it is."""
 
     model: str
     tokens: Tokens | None
@@ -40,17 +50,28 @@ class Prompt:
     extra: int = 0
     lora: str | None = None
     session: str | None = None
-    _known: dict[int, Keys] = field(init=False, default_factory=dict, compare=False, repr=False)
+    known: KnownKeys = field(default_factory=dict, compare=False, repr=False)
+    begun: Mapping[KeysName, Keys] = field(default_factory=dict, compare=False, repr=False)
 
     def keys(self, block_tokens: int) -> Keys:
         """Its prefix keys in blocks of this size; computed once, however often it is decided."""
         if self.tokens is None:
             return NO_KEYS
-        known = self._known.get(block_tokens)
+        name = (block_tokens, root_of(self.model, block_tokens, self.lora), self.extra)
+        known = self.known.get(name)
         if known is None:
-            root = root_of(self.model, block_tokens, self.lora)
-            known = self._known[block_tokens] = prefix_keys(root, self.tokens, block_tokens, extras=[self.extra])
+            if len(self.known) >= KNOWN_MAX:
+                self.known.pop(next(iter(self.known)))
+            known = self.known[name] = self._computed(self.tokens, name)
         return known
+
+    def _computed(self, tokens: Tokens, name: KeysName) -> Keys:
+        size, root, extra = name
+        begun = self.begun.get(name, NO_KEYS)
+        if not begun.size:
+            return prefix_keys(root, tokens, size, extras=[extra])
+        rest = prefix_keys(int(begun[-1]), tokens[begun.size * size :], size, depth=begun.size)
+        return np.concatenate([begun, rest])
 
 
 @dataclass(slots=True)

@@ -18,12 +18,18 @@ from tests.checkpoints import tiny_qwen3
 
 OUTPUT = 48
 LONG = 400
+TEMPLATE = (
+    "{% if tools %}Call tools so: <tool_call>{\"name\": ..., \"arguments\": ...}</tool_call>"
+    "{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
+    "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("router")
-    tiny_qwen3(folder / "model")
+    tiny_qwen3(folder / "model", chat_template=TEMPLATE)
     made = Cluster(folder, folder / "model")
     events = {name: (free_port(), free_port()) for name in ("store", "w0", "w1")}
     urls = {name: tuple(f"tcp://127.0.0.1:{port}" for port in ports) for name, ports in events.items()}
@@ -62,7 +68,11 @@ def prompt_of(number: int, length: int = LONG) -> list[int]:
 
 
 def explain(cluster: Cluster, prompt: list[int]) -> dict[str, Any]:
-    answer = httpx.post(f"{cluster.url('router')}/router/explain", json={"prompt": prompt}, timeout=30)
+    return explained(cluster, {"prompt": prompt})
+
+
+def explained(cluster: Cluster, body: dict[str, Any]) -> dict[str, Any]:
+    answer = httpx.post(f"{cluster.url('router')}/router/explain", json=body, timeout=30)
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
 
@@ -128,6 +138,59 @@ def test_text_and_chats_are_tokenised_once_and_answered_as_by_the_worker(cluster
         ).json()  # fmt: skip
         assert ours["choices"][0]["text"] == direct["choices"][0]["text"]
         assert ours["usage"]["prompt_tokens"] == direct["usage"]["prompt_tokens"]
+
+
+def chat(cluster: Cluster, body: dict[str, Any]) -> dict[str, Any]:
+    url = f"{cluster.url('router')}/v1/chat/completions"
+    answer = httpx.post(url, json=body | {"max_tokens": 3, "temperature": 0, "ignore_eos": True}, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def test_a_chat_with_tools_is_found_where_its_prefix_is(cluster: Cluster) -> None:
+    properties = {f"field{number}": {"type": "string", "description": "words " * 4} for number in range(4)}
+    parameters = {"type": "object", "properties": properties}
+    function = {"name": "weather", "description": "of a place", "parameters": parameters}
+    tools = [{"type": "function", "function": function}]
+    body = {"messages": [{"role": "user", "content": "how is it there?"}], "tools": tools}
+    told = chat(cluster, body)["usage"]
+    assert explained(cluster, body)["prompt_tokens"] == told["prompt_tokens"], "tokenised as the worker does"
+    expected = told["prompt_tokens"] // 32 * 32
+    assert expected >= 128
+
+    def devices() -> list[int]:
+        return sorted(row["device_tokens"] for row in explained(cluster, body)["candidates"])
+
+    wait_for("its events", lambda: devices()[1] >= expected)
+    assert explained(cluster, body)["cached_tokens"] >= expected
+    other = body | {"messages": [{"role": "user", "content": "and there?"}]}
+    assert explained(cluster, other)["cached_tokens"] >= 96, "the tools come first, so they are everybody's prefix"
+    for unlike in ({"tools": None}, {"tool_choice": "none"}):
+        assert explained(cluster, body | unlike)["cached_tokens"] == 0
+    again = chat(cluster, body)["usage"]
+    assert again["prompt_tokens_details"]["cached_tokens"] >= expected
+
+
+def test_of_a_conversation_that_grew_the_end_is_tokenised_and_its_keys_are_the_workers(cluster: Cluster) -> None:
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "be brief"}]
+    for number in range(40):
+        messages += [
+            {"role": "user", "content": f"{number} " + "how deep is the river there? " * 6},
+            {"role": "assistant", "content": f"{number} " + "as deep as it is wide; and wider below. " * 6},
+        ]  # fmt: skip
+    messages.append({"role": "user", "content": "and the lake?"})
+    before = cluster.figures("router")
+    explained(cluster, {"messages": messages})
+    whole = cluster.figures("router")
+    messages += [{"role": "assistant", "content": "deeper"}, {"role": "user", "content": "the forebay?"}]
+    told = explained(cluster, {"messages": messages})
+    grown = cluster.figures("router")
+    figure = "forebay_router_tokenise_bytes_total"
+    assert grown["forebay_router_texts_grown_total"] == before["forebay_router_texts_grown_total"] + 1
+    assert grown[figure] - whole[figure] < (whole[figure] - before[figure]) / 2
+    direct = httpx.post(f"{cluster.url('f0')}/tokenize", json={"messages": messages}, timeout=30).json()
+    assert told["prompt_tokens"] == direct["count"]
+    assert 0 < grown["forebay_router_remembered_tokens"] <= grown["forebay_router_remembered_tokens_max"]
 
 
 def test_refusals_are_the_workers_own_and_unknown_models_are_named(cluster: Cluster) -> None:

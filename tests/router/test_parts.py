@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import numpy as np
 import pytest
 
 from forebay.router.breaker import Breaker, BreakerState
-from forebay.router.prompts import TokenMemory
 from forebay.router.settings import RouterConfig, backends_of, check, inline, stores_of
 from forebay.router.streams import DONE, Relay, SseParser, StreamBroken
 
@@ -92,16 +90,6 @@ def test_a_breaker_opens_rests_tries_once_and_closes() -> None:
     breaker.sent(11.0)
     breaker.succeeded()
     assert breaker.state(11.0) is BreakerState.CLOSED
-
-
-def test_token_memory_is_bounded_in_tokens() -> None:
-    memory = TokenMemory(most=100)
-    for number in range(20):
-        memory.put(bytes([number]), np.zeros(30, np.uint32))
-        assert memory.tokens <= 100
-    memory.put(b"long", np.zeros(101, np.uint32))
-    assert memory.get(b"long") is None and memory.get(bytes([0])) is None and memory.get(bytes([19])) is not None
-    assert (memory.hits, memory.misses) == (1, 2)
 
 
 def test_settings_are_read_and_wrong_ones_named() -> None:

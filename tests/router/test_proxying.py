@@ -119,6 +119,29 @@ def test_a_text_is_tokenised_once_whoever_is_asked_how_often() -> None:
         assert all(isinstance(body["prompt"], list) for body in good.asked), "workers are given ids"
 
 
+def test_of_a_text_that_grew_only_the_end_is_tokenised_and_workers_are_given_the_whole() -> None:
+    text = "".join(f"line {number} of the log\n" for number in range(2000))
+    with Scripted(fine) as server, routed(server) as (url, router):
+        for end in ("", "it goes on", "it goes on, and on"):
+            complete(url, prompt=text + end)
+            assert bytes(server.asked[-1]["prompt"]) == (text + end).encode()
+        assert [len(asked) > len(text) / 2 for asked in server.tokenised] == [True, False, False, False, False]
+        assert router.prompts.memory.grown == 2
+        complete(url, prompt="x" + text)
+        assert len(server.tokenised[-1]) == len(text) + 1, "another text"
+        values = router.prompts.statistics()
+        assert values["remembered_texts"] == 4 and values["texts_grown"] == 2 and values["tokenise_questions"] == 6
+        assert b"forebay_router_texts_grown_total 2.0" in router.render_metrics()
+
+
+def test_what_one_caller_sent_makes_nothing_faster_for_another() -> None:
+    with Scripted(fine) as server, routed(server) as (url, router):
+        for key in ("a", "b", "a"):
+            body = {"model": "m", "prompt": "abc"}
+            httpx.post(f"{url}/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}, timeout=20)
+        assert len(server.tokenised) == 2 and router.prompts.memory.hits == 1
+
+
 def test_a_request_that_is_wrong_is_told_so_by_the_first_one_asked() -> None:
     with Scripted(failing(400)) as one, Scripted(failing(400)) as two, routed(one, two) as (url, router):
         answer = complete(url)
