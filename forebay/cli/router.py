@@ -23,7 +23,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from forebay.config import Kind, Setting, add_settings, at_least, duration, one_of, port, resolve, text
+from forebay.config import Kind, Setting, add_settings, at_least, duration, one_of, path, port, resolve, text
 from forebay.errors import ConfigError
 from forebay.router import settings
 
@@ -46,6 +46,8 @@ SETTINGS = (
     Setting("predict", duration, 5.0, "how long a prompt counts as being cached where it was sent", shown="5s"),
     Setting("breaker_failures", at_least(1), 5, "failures in a row after which a worker is left alone"),
     Setting("breaker", duration, 5.0, "for so long", shown="5s"),
+    Setting("event_keys", path, None, "directory of CURVE keys, for streams with `server`"),
+    Setting("worker_key", path, None, "file with an API key for the router's own questions to workers", shown="none"),
 )
 
 

@@ -36,10 +36,15 @@ SETTINGS = (
     ),
     Setting("trace", path, None, "file for a Chrome trace of steps and requests, written at the end"),
     Setting("lookup_deadline", duration, 2.0, "how long a lookup may wait for the store's tiers", shown="2s"),
+    Setting(
+        "prefixes", one_of("cut", "load", "compute"), "cut",
+        "what tiers have of a prompt: load what is worth it and compute the rest, load it, or compute it",
+    ),
     Setting("push_queue", size, 256 << 20, "bytes that may wait to be stored; more is dropped", shown="256MiB"),
     Setting("drain", duration, 5.0, "how long a stop waits for the last pushes", shown="5s"),
     Setting("events", text, None, "ZMQ endpoint of the device pool's KV events"),
     Setting("replay", text, None, "ZMQ endpoint of their replay"),
+    Setting("event_keys", path, None, "directory of CURVE keys, for --events off loopback"),
     Setting("threads", at_least(0), 0, "compute threads; 0 leaves it to torch"),
     Setting("label", text, "", "the model's name for people and topics", shown="last part of its path"),
 )

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from forebay.events.sockets import CurveClient
 from forebay.events.subscriber import EventSubscriber, Received
 from forebay.scheduler.feed import Feed
 
@@ -25,11 +26,11 @@ class Listener:
 
     def __init__(
         self, feed: Feed, endpoint: str, replay: str | None, loop: asyncio.AbstractEventLoop,
-        quiet_s: float | None = None, clock: Callable[[], float] = time.time,
+        quiet_s: float | None = None, clock: Callable[[], float] = time.time, curve: CurveClient | None = None,
     ) -> None:  # fmt: skip
         self.feed, self._loop, self._clock = feed, loop, clock
         self.gaps = self.replays = 0
-        self._endpoint, self._replay, self._quiet_s = endpoint, replay, quiet_s
+        self._endpoint, self._replay, self._quiet_s, self._curve = endpoint, replay, quiet_s, curve
         self._stop = threading.Event()
         # What was handed over and not yet applied: a slow loop makes the thread wait, and ZMQ's queue bounds the rest.
         self._room = threading.BoundedSemaphore(WAITING_MAX)
@@ -46,7 +47,9 @@ class Listener:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            with EventSubscriber(self._endpoint, replay=self._replay, from_start=self._replay is not None) as stream:
+            with EventSubscriber(
+                self._endpoint, replay=self._replay, from_start=self._replay is not None, curve=self._curve
+            ) as stream:
                 self._listen(stream)
 
     def _listen(self, stream: EventSubscriber) -> None:

@@ -13,7 +13,7 @@ from forebay.router.listening import QUIET_S, Listener
 from forebay.router.metrics import RouterMetrics
 from forebay.router.prompts import Prompts
 from forebay.router.proxy import Proxy
-from forebay.router.settings import Backend, RouterConfig, StoreStream, check
+from forebay.router.settings import Backend, RouterConfig, StoreStream, check, curve_of, servers_of
 from forebay.router.upstream import Upstream, Upstreams
 from forebay.scheduler.feed import Feed
 from forebay.scheduler.fleet import Fleet, Worker
@@ -50,6 +50,7 @@ class Router:
         self.prompts = Prompts(config, self.upstreams)
         self.proxy = Proxy(config, self.routing, self.upstreams, self.prompts, self.metrics, rng)
         self.listeners: dict[str, Listener] = {}
+        self._curves = {name: curve_of(config, server) for name, server in servers_of(config).items()}
 
     def _went_down(self, number: int) -> None:
         self.proxy.went_down(number)
@@ -109,7 +110,8 @@ class Router:
         if owner in self.listeners:
             return
         feed = Feed(owner, model, self._index, self._holders, backend.block_tokens)
-        listener = Listener(feed, events, replay, asyncio.get_running_loop(), quiet_s)
+        loop, curve = asyncio.get_running_loop(), self._curves[owner]
+        listener = Listener(feed, events, replay, loop, quiet_s, curve=curve)
         self.listeners[owner] = listener
         listener.start()
 

@@ -6,10 +6,13 @@ import re
 import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from forebay.errors import ConfigError
+from forebay.events.sockets import CurveClient
 from forebay.scheduler.fleet import Rates
+from forebay.tiers.p2p.keys import own_pair, peer_key
 
 BACKENDS_MAX = 1024
 
@@ -17,13 +20,14 @@ BACKENDS_MAX = 1024
 @dataclass(frozen=True)
 class Backend:
     """One worker's HTTP address. `events` and `replay` are the endpoints of its own KV events, `store` the name of the
-    store that it is attached to, `kv_address` (HOST:PORT) where other hosts get that store's KV."""
+    store that it is attached to. `server` names the public key of who publishes, for streams with CURVE."""
 
     name: str
     host: str
     port: int
     events: str | None = None
     replay: str | None = None
+    server: str | None = None
     store: str | None = None
     block_tokens: int = 16
     rates: Rates = field(default_factory=Rates)
@@ -31,17 +35,21 @@ class Backend:
 
 @dataclass(frozen=True)
 class StoreStream:
-    """Where a store tells what it holds."""
+    """Where a store tells what it holds; `server` as above. `kv_address` (HOST:PORT) is where others get its KV."""
 
     name: str
     events: str
     replay: str | None = None
+    server: str | None = None
     kv_address: str | None = None
 
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """Settings of one router. Times in seconds. Requests under way are capped for each worker that is up."""
+    """Settings of one router. Times in seconds. Requests under way are capped for each worker that is up.
+
+    `event_keys` is a directory with the router's own CURVE keys and the public ones of who publishes; `worker_key` a
+    file with the API key for the router's own questions to front ends that ask for one."""
 
     backends: tuple[Backend, ...]
     stores: tuple[StoreStream, ...] = ()
@@ -57,6 +65,8 @@ class RouterConfig:
     breaker_failures: int = 5
     breaker_s: float = 5.0
     seed: int | None = None
+    event_keys: Path | None = None
+    worker_key: Path | None = None
 
 
 def backends_of(table: Mapping[str, Any]) -> tuple[Backend, ...]:
@@ -78,7 +88,7 @@ def stores_of(table: Mapping[str, Any]) -> tuple[StoreStream, ...]:
 
 
 def _backend(name: str, given: object) -> Backend:
-    known = {"url", "events", "replay", "store", "block_tokens"} | {field.name for field in fields(Rates)}
+    known = {"url", "events", "replay", "server", "store", "block_tokens"} | {field.name for field in fields(Rates)}
     options = _options(name, {"url": given} if isinstance(given, str) else given, known)
     address = urllib.parse.urlsplit(str(options.pop("url", "")))
     if address.scheme != "http" or not address.hostname or address.path not in ("", "/"):
@@ -113,8 +123,36 @@ def inline(text: str) -> dict[str, Any]:
 
 
 def check(config: RouterConfig) -> None:
-    """Raise ConfigError for stores that nobody named."""
+    """Raise ConfigError for stores that nobody named, and for streams whose keys aren't to be had."""
     known = {store.name for store in config.stores}
     for backend in config.backends:
         if backend.store is not None and backend.store not in known:
             raise ConfigError(f"worker {backend.name!r} is attached to store {backend.store!r}, which has no table")
+    for name, server in servers_of(config).items():
+        if server is not None and config.event_keys is None:
+            raise ConfigError(f"{name!r} has server = {server!r}: its key is looked up in --event-keys DIR")
+
+
+def servers_of(config: RouterConfig) -> dict[str, str | None]:
+    """For each worker and store, whose key its stream is read with."""
+    return {one.name: one.server for one in config.backends} | {one.name: one.server for one in config.stores}
+
+
+def curve_of(config: RouterConfig, server: str | None) -> CurveClient | None:
+    """Keys for a stream of this publisher; None for one without. Raises ConfigError."""
+    if server is None or config.event_keys is None:
+        return None
+    return CurveClient(own_pair(config.event_keys).secret, peer_key(config.event_keys, server))
+
+
+def own_headers(config: RouterConfig) -> dict[str, str]:
+    """What the router's own questions to workers carry. Raises ConfigError for a key that can't be read."""
+    if config.worker_key is None:
+        return {}
+    try:
+        words = config.worker_key.read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--worker-key {config.worker_key}: can't be read ({error})") from error
+    if not words:
+        raise ConfigError(f"--worker-key {config.worker_key}: is empty; it takes an API key of the workers' front ends")
+    return {"authorization": f"Bearer {words[0]}"}

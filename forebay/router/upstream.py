@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from forebay.router.breaker import Breaker
 from forebay.router.client import BackendFailed, ask
-from forebay.router.settings import Backend, RouterConfig
+from forebay.router.settings import Backend, RouterConfig, own_headers
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +28,13 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
+class _Unusable(BackendFailed):
+    """It answers, but not what is needed: worth a word in the log, unlike one that is down."""
+
+
 @dataclass(eq=False)
 class Upstream:
-    """One backend. `down` is set while it isn't up, for streams that wait on it."""
+    """One backend. `down` is set while it isn't up, for streams that wait on it; `trouble` is why it isn't used."""
 
     backend: Backend
     breaker: Breaker
@@ -39,6 +43,7 @@ class Upstream:
     ours: bool = False
     models: dict[str, str | None] = field(default_factory=dict)
     max_context: int = 0
+    trouble: str = ""
     down: asyncio.Event = field(default_factory=asyncio.Event)
 
     def mark(self, up: bool) -> None:
@@ -54,6 +59,7 @@ class Upstreams:
 
     def __init__(self, config: RouterConfig, clock: Callable[[], float], on_down: Callable[[int], None]) -> None:
         self._config, self._clock, self._on_down = config, clock, on_down
+        self._own = own_headers(config)
         self.all = [Upstream(b, Breaker(config.breaker_failures, config.breaker_s)) for b in config.backends]
 
     def open(self, model: str | None, without: Sequence[int] = ()) -> npt.NDArray[np.bool_]:
@@ -89,25 +95,30 @@ class Upstreams:
             if status == 200 and not before:
                 await self._meet(upstream)
             upstream.mark(status == 200 and bool(upstream.models))
-        except (BackendFailed, msgspec.MsgspecError, UnicodeDecodeError):
+        except (BackendFailed, msgspec.MsgspecError, UnicodeDecodeError) as error:
             upstream.mark(False)
+            if isinstance(error, _Unusable) and str(error) != upstream.trouble:
+                upstream.trouble = str(error)
+                log.error("worker %s isn't used: %s", upstream.backend.name, error)
         if before and not upstream.up:
             self._on_down(number)
 
     async def _meet(self, upstream: Upstream) -> None:
         status, data = await self.get(upstream, "/v1/models")
         if status != 200:
-            raise BackendFailed(f"/v1/models answers {status}")
+            why = "; give the router a key of its own with --worker-key" if status in (401, 403) else ""
+            raise _Unusable(f"it is healthy, but /v1/models answers {status}{why}")
         models = msgspec.json.decode(data, type=_Models).data
         upstream.models = {model.id: model.parent for model in models}
         upstream.max_context = max((model.max_model_len or 0 for model in models), default=0)
         upstream.ours = (await self.get(upstream, "/forebay/namespace"))[0] == 200
 
     async def get(self, upstream: Upstream, path: str, headers: dict[str, str] | None = None) -> tuple[int, bytes]:
-        """Status and body of a small question. Raises BackendFailed."""
+        """Status and body of a small question, the router's own if it has no `headers`. Raises BackendFailed."""
         backend, limit = upstream.backend, 2 * self._config.connect_s
         answer = await ask(
-            backend.host, backend.port, "GET", path, headers=headers, connect_s=self._config.connect_s, silence_s=limit
-        )
+            backend.host, backend.port, "GET", path, headers=self._own if headers is None else headers,
+            connect_s=self._config.connect_s, silence_s=limit,
+        )  # fmt: skip
         async with answer:
             return answer.status, await answer.whole()

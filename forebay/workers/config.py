@@ -11,6 +11,10 @@ from forebay.kvstore.identity import MATCH_UNIT
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 
+Prefixes = Literal["cut", "load", "compute"]
+"""What is done with a stored prefix that host memory doesn't have: load what is worth it and compute the rest, load all
+of it, or compute all of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
@@ -50,6 +54,8 @@ class WorkerConfig:
     """Where the Chrome trace is written when the worker stops; None traces nothing."""
     lookup_deadline_ms: int = 2000
     """How long a lookup may wait for the store's tiers; then what is there is used."""
+    prefixes: Prefixes = "cut"
+    """What becomes of a prefix that tiers have: `cut`, `load` or `compute`; see docs/worker.md."""
     push_queue_bytes: int = 256 << 20
     """What may wait to be stored; chunks beyond it are dropped and counted."""
     drain_s: float = 5.0
@@ -58,6 +64,8 @@ class WorkerConfig:
     """Endpoint of the device pool's KV events (tcp://127.0.0.1:0, ipc://...); None publishes none."""
     events_replay: str | None = None
     """Endpoint of their replay socket."""
+    event_keys: Path | None = None
+    """Directory of CURVE keys, which an endpoint off loopback needs."""
     threads: int = 0
     """Compute threads; 0 leaves it to torch."""
     label: str = ""

@@ -10,9 +10,11 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from forebay.events.publisher import EventPublisher, StreamOptions, restart_safe_seq
 from forebay.events.schema import EVICTED, GPU, LOCAL, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from forebay.events.sockets import CurveServer
 from forebay.kvstore.identity import MATCH_UNIT
 
 TICK_S = 0.5
@@ -23,14 +25,15 @@ HELD_MAX = 1 << 20
 class PoolEvents:
     """A `PoolListener`. `stored`, `removed` and `flush` belong to the engine's thread, the rest to the loop's.
 
-    Without an endpoint it does nothing. Numbers begin at the wall clock (`clock`, in seconds), above all that an
-    earlier worker on this endpoint has used: a consumer that knows no epochs then finds a gap and asks, instead of
-    passing over what it takes for old.
+    Without an endpoint it does nothing; one off loopback takes `keys`, a directory of CURVE keys. Numbers begin at the
+    wall clock (`clock`, in seconds), above all that an earlier worker on this endpoint has used: a consumer that knows
+    no epochs then finds a gap and asks, instead of passing over what it takes for old.
     """
 
     def __init__(
-        self, endpoint: str | None, replay: str | None, epoch: str, topic: str, clock: Callable[[], float] = time.time
-    ) -> None:
+        self, endpoint: str | None, replay: str | None, epoch: str, topic: str, clock: Callable[[], float] = time.time,
+        keys: Path | None = None,
+    ) -> None:  # fmt: skip
         self.group = 0
         self._epoch, self._clock = epoch, clock
         self._pending: list[KVEvent] = []
@@ -45,6 +48,7 @@ class PoolEvents:
                 replay=replay,
                 options=StreamOptions(epoch=epoch, first_seq=restart_safe_seq(clock())),
                 snapshot=lambda: list(self._held.values()),
+                curve=None if keys is None else _curve(keys),
             )
 
     @property
@@ -135,3 +139,10 @@ class PoolEvents:
         # The descriptors are edge-triggered: ask until there is nothing more, a slice at a time.
         if self._publisher is not None and self._publisher.poll_replay() and self._loop is not None:
             self._loop.call_soon(self._poll)
+
+
+def _curve(directory: Path) -> CurveServer:
+    """The keys there: the worker's pair, and those of all that may listen. Raises ConfigError."""
+    from forebay.tiers.p2p.keys import allowed, own_pair
+
+    return CurveServer(own_pair(directory).secret, frozenset(allowed(directory)))

@@ -84,7 +84,9 @@ class Worker:
         self.boot = secrets.token_hex(8)
         self._config = config
         self._model = model
-        self._events = PoolEvents(config.events, config.events_replay, self.boot, config.model_label)
+        self._events = PoolEvents(
+            config.events, config.events_replay, self.boot, config.model_label, keys=config.event_keys
+        )
         self._server: WorkerServer | None = None
         self._failure: BaseException | None = None
         self._compute = compute

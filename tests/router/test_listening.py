@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 
 import pytest
+import zmq
 
+from forebay.errors import ConfigError
 from forebay.events.publisher import EventPublisher, PublisherLimits, StreamOptions
 from forebay.events.schema import CPU, LOCAL, BlockRemoved, BlockStored
 from forebay.events.subscriber import Received
 from forebay.router.listening import Listener
+from forebay.router.settings import RouterConfig, backends_of, check, curve_of
 from forebay.scheduler.feed import Feed
 from forebay.scheduler.index import PrefixIndex
 from forebay.scheduler.places import Holders
+from forebay.tiers.p2p.keys import own_pair
+from forebay.workers.pool_events import PoolEvents
 from tests.events.support import LOOPBACK
 
 BLOCKS = 48
@@ -100,3 +106,49 @@ def test_a_router_that_joins_late_is_ready_after_the_state_and_not_after_the_his
     feed, applied = asyncio.run(run())
     assert feed.counters.stored == chains * each, "nothing was told that is not held"
     assert applied <= 8 + chains * each // 1024 + 2, "the ring, and the state in large batches"
+
+
+def test_a_stream_off_the_machine_is_read_with_keys_and_by_nobody_who_has_others(tmp_path: Path) -> None:
+    worker, router, stranger = (tmp_path / name for name in ("worker", "router", "stranger"))
+    public = {directory: own_pair(directory).public for directory in (worker, router, stranger)}
+    (worker / "router.pub").write_bytes(public[router])
+    for directory in (router, stranger):
+        (directory / "workers.pub").write_bytes(public[worker])
+
+    async def run(directory: Path) -> Feed:
+        loop = asyncio.get_running_loop()
+        told = PoolEvents(LOOPBACK, LOOPBACK, "boot", "m", keys=worker)
+        told.attach(loop)
+        told.stored(0, None, [bytes([number]) * 32 for number in range(4)], range(64))
+        told.flush()
+        assert told.endpoint is not None
+        table = {"url": "http://127.0.0.1:1", "events": told.endpoint, "server": "workers"}
+        config = RouterConfig(backends_of({"w0": table}), event_keys=directory)
+        check(config)
+        feed = Feed("w0", "m", PrefixIndex(), Holders(), 16)
+        curve = curve_of(config, config.backends[0].server)
+        listener = Listener(feed, told.endpoint, told.replay_endpoint, loop, curve=curve)
+        listener.start()
+        try:
+            for _ in range(1000):
+                if feed.counters.stored or told.stats()["events.denied"]:
+                    break
+                await asyncio.sleep(0.01)
+        finally:
+            await asyncio.to_thread(listener.close)
+            told.close()
+        return feed
+
+    assert asyncio.run(run(router)).counters.stored == 4
+    assert asyncio.run(run(stranger)).counters.stored == 0
+
+
+def test_keys_that_cannot_be_had_are_told_at_the_start(tmp_path: Path) -> None:
+    table = {"w0": {"url": "http://127.0.0.1:1", "events": "tcp://10.0.0.1:5557", "server": "node"}}
+    with pytest.raises(ConfigError, match="--event-keys"):
+        check(RouterConfig(backends_of(table)))
+    with pytest.raises(ConfigError, match=r"node\.pub"):
+        curve_of(RouterConfig(backends_of(table), event_keys=tmp_path), "node")
+    assert curve_of(RouterConfig(backends_of(table)), None) is None
+    (tmp_path / "node.pub").write_bytes(zmq.curve_keypair()[0])
+    assert curve_of(RouterConfig(backends_of(table), event_keys=tmp_path), "node") is not None

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import uvicorn
 
+from forebay.errors import ConfigError
 from forebay.router.app import make_app
 from forebay.router.router import Router
 from forebay.router.settings import Backend, RouterConfig
+from forebay.router.upstream import Upstreams
 from forebay.testing.cluster import wait_for
 
 Answering = Callable[[dict[str, Any]], tuple[int, bytes, dict[str, str]]]
@@ -29,7 +34,7 @@ class Scripted:
     answer: Answering
     asked: list[dict[str, Any]] = field(default_factory=list)
     tokenised: list[Any] = field(default_factory=list)
-    hold: threading.Event = field(default_factory=threading.Event)
+    key: str | None = None
 
     def __enter__(self) -> Scripted:
         scripted = self
@@ -46,9 +51,12 @@ class Scripted:
                 self.wfile.write(data)
 
             def do_GET(self) -> None:
+                wanted = f"Bearer {scripted.key}" if scripted.key and self.path != "/health" else None
+                if wanted is not None and self.headers["authorization"] != wanted:
+                    return self.reply(401, b"{}")
                 models = {"data": [{"id": "m", "max_model_len": 100}]}
                 found = {"/health": b"", "/v1/models": json.dumps(models).encode()}.get(self.path)
-                self.reply(404 if found is None else 200, found or b"")
+                return self.reply(404 if found is None else 200, found or b"")
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -140,6 +148,27 @@ def test_what_one_caller_sent_makes_nothing_faster_for_another() -> None:
             body = {"model": "m", "prompt": "abc"}
             httpx.post(f"{url}/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}, timeout=20)
         assert len(server.tokenised) == 2 and router.prompts.memory.hits == 1
+
+
+def test_workers_that_ask_for_a_key_are_used_with_the_routers_own_and_without_it_the_log_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "key").write_text("secret-of-the-router\n")
+    with Scripted(fine, key="secret-of-the-router") as server:
+        with routed(server, worker_key=tmp_path / "key") as (url, _):
+            assert complete(url).json()["choices"][0]["text"] == "well"
+        upstreams = Upstreams(RouterConfig((server.backend("w0"),)), time.monotonic, lambda number: None)
+        for _ in range(3):
+            asyncio.run(upstreams._look(0))
+        assert not upstreams.all[0].up
+        assert [record.message for record in caplog.records if "--worker-key" in record.message] == [
+            "worker w0 isn't used: it is healthy, but /v1/models answers 401; give the router a key of its own with "
+            "--worker-key"
+        ]
+    (tmp_path / "key").write_text("\n")
+    for path in (tmp_path / "key", tmp_path / "nowhere"):
+        with pytest.raises(ConfigError, match="--worker-key"):
+            Router(RouterConfig((server.backend("w0"),), worker_key=path))
 
 
 def test_a_request_that_is_wrong_is_told_so_by_the_first_one_asked() -> None:
