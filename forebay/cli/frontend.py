@@ -1,7 +1,9 @@
-"""An OpenAI-compatible HTTP server in front of one worker. It outlives the worker: streams go on at the next.
+"""An OpenAI-compatible HTTP server in front of workers. It outlives them: streams go on at another one, or the next.
 
 example:
-  forebay frontend --worker unix:///run/forebay/w0.sock --model ./gemma-3-270m --port 8000
+  forebay frontend --worker unix:///run/forebay/w0.sock,unix:///run/forebay/w1.sock --model ./gemma-3-270m
+  forebay frontend --worker unix:///run/forebay/w0.sock --prefill unix:///run/forebay/p0.sock \\
+      --store unix:///run/forebay/store.sock --model ./gemma-3-270m
 """
 
 from __future__ import annotations
@@ -11,15 +13,46 @@ from typing import Any
 
 from forebay.cli.places import cache_dir
 from forebay.cli.tiers import host_port
-from forebay.config import Setting, add_settings, at_least, duration, one_of, path, port, resolve, text
+from forebay.config import Kind, Setting, add_settings, at_least, duration, one_of, path, port, resolve, text
 from forebay.errors import ConfigError
+from forebay.ipc.sockets import socket_path
+from forebay.tiers.p2p.options import Address
+
+
+def _sockets(given: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in given.split(","))
+    try:
+        for name in names:
+            socket_path(name)
+    except ConfigError as error:
+        raise ValueError(f"takes unix sockets, with commas between: {error}") from error
+    return names
+
+
+def _places(given: str) -> tuple[str | Address, ...]:
+    """Unix sockets, and front ends of other hosts as http://HOST:PORT."""
+    places: list[str | Address] = []
+    for name in (name.strip() for name in given.split(",")):
+        if name.startswith("http://"):
+            places.append(host_port(name.removeprefix("http://").rstrip("/")))
+        else:
+            places += _sockets(name)
+    return tuple(places)
+
 
 TOOL_CALL_PARSER = Setting(
     "tool_call_parser", one_of("auto", "hermes", "llama3_json", "glm45", "minimax_m2", "deepseek_v3", "openai"),
     "auto", "how the model writes calls of tools; auto: as its chat template says",
 )  # fmt: skip
 SETTINGS = (
-    Setting("worker", text, None, "unix socket of the worker"),
+    Setting("worker", Kind("SOCKET,...", _sockets), None, "unix sockets of the workers, with commas between"),
+    Setting(
+        "prefill", Kind("PLACE,...", _places), (),
+        "workers (unix sockets) or front ends of other hosts (http://HOST:PORT) that compute long prompts for the "
+        "others", shown="none",
+    ),
+    Setting("store", text, None, "unix socket of the store; --prefill needs it", shown="none"),
+    Setting("split_at", at_least(1), 512, "tokens of a prompt that must be uncached for --prefill to get it"),
     Setting("model", path, None, "safetensors directory or GGUF file, for its tokenizer and chat template"),
     Setting("host", text, "127.0.0.1", "address to serve on; others than loopback need --api-keys"),
     Setting("port", port, 8000, "port to serve on"),
@@ -52,6 +85,7 @@ def run(flags: dict[str, Any]) -> int:
         raise ConfigError("a front end needs --worker and --model")
     from forebay.workers.api.frontend import FrontendConfig, run_frontend
 
+    values["workers"] = values.pop("worker")
     values["shutdown_s"] = values.pop("shutdown_timeout")
     values["give_up_s"] = values.pop("give_up")
     values["state_dir"] = values["state_dir"] or cache_dir() / "state"

@@ -1,7 +1,7 @@
 """`forebay COMMAND`: parses, runs, and turns errors into one line and an exit code.
 
     0  done            1  something is wrong (fsck found damage, a process failed)
-    2  wrong usage or setting       3  no store answers       4  the machine can't give what was asked for
+    2  wrong usage or setting       3  no store (or worker) answers       4  the machine can't give what was asked for
     5  the model can't be served
 """
 
@@ -22,7 +22,8 @@ COMMANDS = {
     "serve": "one machine: store, worker and front end as supervised processes",
     "store": "the store daemon: KV chunks in shared memory and files",
     "worker": "a compute worker",
-    "frontend": "an OpenAI-compatible HTTP server in front of a worker",
+    "frontend": "an OpenAI-compatible HTTP server in front of workers",
+    "drain": "empty a worker on purpose, with no client noticing",
     "router": "an OpenAI-compatible proxy that sends requests where their prefix is",
     "route": "where a router would send a prompt, and why",
     "prepare": "assemble and convert a model ahead of time",
@@ -90,6 +91,6 @@ def _overview() -> str:
     return (
         f"forebay {__version__}: a KV cache for language model serving that outlives its workers\n\n"
         f"usage: forebay COMMAND [--help]\n\n{lines}\n\n"
-        "exit codes: 0 done, 1 something is wrong, 2 wrong usage, 3 no store answers, 4 the machine can't give it,\n"
-        "            5 the model can't be served"
+        "exit codes: 0 done, 1 something is wrong, 2 wrong usage, 3 no store or worker answers,\n"
+        "            4 the machine can't give it, 5 the model can't be served"
     )

@@ -1,6 +1,6 @@
 """One machine, one command: an OpenAI-compatible server whose prefix cache survives restarts and crashes.
 
-Runs a store, a worker and a front end, starts again what dies, and stops all of it on Ctrl-C or SIGTERM.
+Runs a store, workers and a front end, starts again what dies, and stops all of it on Ctrl-C or SIGTERM.
 
 example:
   forebay serve --demo
@@ -46,8 +46,9 @@ SETTINGS = (
     Setting("fs_quota", size, 10 << 30, "hard quota of that directory", shown="10GiB"),
     Setting("no_fs", boolean, False, "keep no files: the cache ends with the command", shown="no", switch=True),
     Setting("dtype", one_of("auto", "float32", "bfloat16", "float16", "float64"), "auto", "of weights, arithmetic, KV"),
+    Setting("workers", at_least(1), 1, "worker processes; where one dies or drains, others go on with its requests"),
     Setting("device", text, "cpu", "cpu, cuda or cuda:N"),
-    Setting("device_memory", size, None, "bytes of the worker's block pool", shown="1GiB"),
+    Setting("device_memory", size, None, "bytes of each worker's block pool", shown="1GiB"),
     Setting("chunk_tokens", at_least(16), None, "tokens of a sealed chunk", shown="256"),
     Setting("threads", at_least(0), None, "compute threads", shown="what torch chooses"),
     Setting("label", text, None, "the model's name for clients", shown="last part of its path"),
@@ -108,6 +109,8 @@ def _check(values: dict[str, Any]) -> None:
         raise ConfigError(f"there is no model at {values['model']}; give a safetensors directory or a GGUF file")
     if values["no_fs"] and values["fs"] is not None:
         raise ConfigError("give --fs or --no-fs, not both")
+    if values["trace"] is not None and values["workers"] > 1:
+        raise ConfigError("--trace shows one worker; give --workers 1, or start workers with `forebay worker --trace`")
     if values["host"] not in ("127.0.0.1", "localhost", "::1") and values["api_keys"] is None:
         raise ConfigError(
             f"--host {values['host']}: a server that others can reach needs --api-keys FILE; or leave --host out"
@@ -159,7 +162,7 @@ def _config(values: dict[str, Any], model: Path) -> ServeConfig:
         model=model, runtime=runtime_dir() / f"serve-{values['port']}", host=values["host"], port=values["port"],
         pool_dir=values["pool_dir"].absolute(), store_arguments=_arguments(store),
         worker_arguments=_arguments(worker), frontend_arguments=_arguments(frontend),
-        shutdown_s=values["shutdown_timeout"],
+        shutdown_s=values["shutdown_timeout"], workers=values["workers"],
     )  # fmt: skip
 
 

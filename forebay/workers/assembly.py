@@ -26,6 +26,7 @@ from forebay.workers.inbox import Inbox
 from forebay.workers.messages import Message
 from forebay.workers.outbox import Batch, Outbox
 from forebay.workers.prefix import GroupShape
+from forebay.workers.pulse import Pulse
 from forebay.workers.sealing import DeviceMemory
 from forebay.workers.sizing import divide
 from forebay.workers.stepping import Stepper
@@ -67,6 +68,7 @@ class Assembled:
     transfer: Transfer | None
     stepper: Stepper
     trace: Trace
+    pulse: Pulse
 
     def stats(self) -> dict[str, float]:
         """Counters and gauges by dotted name. Callable from any thread; values may be a moment apart."""
@@ -78,6 +80,7 @@ class Assembled:
                 "requests.loading": self.scheduler.loading,
                 "requests.waiting": self.scheduler.waiting,
                 "requests.compiling": self.engine.compiling,
+                "requests.settling": self.engine.settling,
                 "inbox.messages": len(self.inbox),
                 "push.incomplete": self.memory.incomplete,
                 "pushes.running": int(self.engine.unsealed),
@@ -89,10 +92,13 @@ class Assembled:
             values.update(_pool_gauges(shape.geometry.name, pool))
         if self.transfer is not None:
             values.update(self.transfer.counters.values())
-            values["push.queue.bytes"] = self.transfer.queue.bytes
-            values["push.queue.chunks"] = len(self.transfer.queue)
+            values.update(self.transfer.gauges())
             values["pushes.running"] += self.transfer.pushes_running
         return values
+
+    def stalled_seconds(self) -> float:
+        """How long the engine's thread has had work and not got on with it. Callable from one other thread."""
+        return self.pulse.stalled_s(len(self.inbox))
 
     def store_state(self) -> str:
         """`connected`, `down` or `none`."""
@@ -128,7 +134,7 @@ def assemble(
     context = min(model.info.max_context, config.max_model_len or model.info.max_context)
     bounds = Bounds(model.info.vocab_size, context, holdings.capacity(), frozenset(model.info.eos_ids))
     counters, outbox = Counters(), Outbox(send)
-    stepper = Stepper(model, pools, holdings, outbox)
+    stepper, pulse = Stepper(model, pools, holdings, outbox), Pulse()
     engine = Engine(
         EngineParts(
             stepper=stepper,
@@ -143,10 +149,11 @@ def assemble(
             flush_events=flush_events,
             compiler=None if guides is None else Compiler(guides, inbox.put),
             trace=trace,
+            pulse=pulse,
         )
     )
     return Assembled(
-        engine, inbox, namespace, bounds, holdings, scheduler, memory, counters, transfer, stepper, trace
+        engine, inbox, namespace, bounds, holdings, scheduler, memory, counters, transfer, stepper, trace, pulse
     )
 
 
@@ -166,6 +173,7 @@ def _transfer(
         label=config.model_label,
         lookup_deadline_ms=config.lookup_deadline_ms,
         queue_bytes_max=config.push_queue_bytes,
+        prefixes=config.prefixes,
     )
     return Transfer(settings, shapes, pools, inbox.put, trace=trace)
 

@@ -23,8 +23,9 @@ from forebay.workers.inbox import Inbox
 from forebay.workers.messages import CancelRequest, Disconnected, Message, Stop, Submit
 from forebay.workers.moves import Pulled, Pushed, StoreChanged
 from forebay.workers.outbox import Outbox
-from forebay.workers.protocol import FinishReason, Generate
+from forebay.workers.protocol import BUSY, FinishReason, Generate
 from forebay.workers.pulling import DEVICE
+from forebay.workers.pulse import Pulse
 from forebay.workers.sealing import DeviceMemory
 from forebay.workers.stepping import Stepper
 from forebay.workers.tracing import NO_TRACE, Trace
@@ -32,9 +33,6 @@ from forebay.workers.transfer import Transfer
 
 DRAINING_PATIENCE_S = 0.05
 """How long a request that lacks blocks waits for copies to the store; then the queued ones are dropped."""
-
-BUSY = "busy"
-"""The whole error of a request that the bounded queue has no room for: a front end makes 429 of it."""
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +54,7 @@ class EngineParts:
     flush_events: Callable[[], None]
     compiler: Compiler | None = None
     trace: Trace = field(default=NO_TRACE)
+    pulse: Pulse = field(default_factory=Pulse)
 
 
 class Engine:
@@ -77,6 +76,11 @@ class Engine:
         """Requests that wait for their grammar."""
         return len(self._compiling)
 
+    @property
+    def settling(self) -> int:
+        """Requests whose end is told when the store has them."""
+        return len(self._settling)
+
     def step_seconds(self) -> float:
         """How long the present step has been running; 0 between steps. Callable from any thread."""
         began = self._step_began
@@ -86,8 +90,12 @@ class Engine:
         """Serve until `Stop`. An exception here is a bug: it ends the worker, whose supervisor starts another."""
         busy = False
         patience: float | None = None
+        self._parts.pulse.begin()
         while not self._stopping:
-            for message in self._parts.inbox.take_all(0 if busy else patience):
+            self._parts.pulse.rest()
+            messages = self._parts.inbox.take_all(0 if busy else patience)
+            self._parts.pulse.turn()
+            for message in messages:
                 self._handle(message)
             if self._stopping:
                 break
@@ -134,7 +142,7 @@ class Engine:
             case Submit():
                 self._submit(message.key, message.ask)
             case CancelRequest():
-                self._cancel(message.key)
+                self._cancel(message.key, move=message.move)
             case Disconnected():
                 everybody = (*self._generations.values(), *self._compiling.values())
                 theirs = [g.key for g in everybody if g.key.connection == message.connection]
@@ -215,7 +223,7 @@ class Engine:
         self._parts.outbox.finished(key, "error", BUSY)
         self._parts.trace.end(key, "busy")
 
-    def _cancel(self, key: RequestKey) -> None:
+    def _cancel(self, key: RequestKey, *, move: bool = False) -> None:
         generation = self._generations.pop(key, None)
         if generation is not None:
             cancelled = self._parts.scheduler.cancel(key)
@@ -223,10 +231,15 @@ class Engine:
             self._forget(generation.request)
         elif self._compiling.pop(key, None) is None:
             return
-        log.debug("request %s was cancelled", key)
-        self._parts.trace.end(key, "cancelled")
-        self._parts.counters.add("requests.cancelled")
-        self._parts.outbox.finished(key, "cancelled")
+        reason: FinishReason = "moved" if move else "cancelled"
+        log.debug("request %s was %s", key, reason)
+        self._parts.trace.end(key, reason)
+        self._parts.counters.add(f"requests.{reason}")
+        if move:
+            self._settling[key] = key, reason
+            self._tell_settled(key)
+        else:
+            self._parts.outbox.finished(key, reason)
 
     def _forget(self, request: Request) -> None:
         """Unless a load is still writing into its blocks: then `_loaded` does it."""
@@ -317,7 +330,7 @@ class Engine:
         log.debug("request %s ended (%s) after %d tokens", generation.key, reason, generation.emitted)
         if generation.failure:
             self._parts.outbox.finished(generation.key, "error", generation.failure)
-        elif generation.ask.settled:
+        elif generation.ask.settled or reason == "moved":
             self._settling[generation.key] = generation.key, reason
         else:
             self._parts.outbox.finished(generation.key, reason)

@@ -88,7 +88,7 @@ class Generation:
             return "error" if guide.error else "stop"
         if self.emitted >= sampling.max_tokens or len(tokens) >= self.tokens_max:
             return "length"
-        return None
+        return "moved" if self.ask.hand_over and self.emitted > len(self.ask.emitted) // 4 else None
 
 
 def begin(key: RequestKey, ask: Generate, bounds: Bounds) -> Generation | str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from forebay.workers.generation import RequestKey
 from forebay.workers.guiding import Compiled
-from forebay.workers.moves import Pulled, Pushed, StoreChanged
+from forebay.workers.moves import Opened, Pulled, Pushed, StoreChanged
 from forebay.workers.protocol import Generate
 
 
@@ -20,9 +20,10 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class CancelRequest:
-    """A front end has lost interest in one request."""
+    """A front end has lost interest in one request, or wants to `move` it to another worker."""
 
     key: RequestKey
+    move: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,4 +38,4 @@ class Stop:
     """End the loop, after the tails of all running requests have been handed to the store."""
 
 
-Message = Submit | CancelRequest | Disconnected | Stop | Compiled | Pulled | Pushed | StoreChanged
+Message = Submit | CancelRequest | Disconnected | Stop | Compiled | Opened | Pulled | Pushed | StoreChanged

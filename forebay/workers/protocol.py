@@ -12,9 +12,15 @@ import msgspec
 
 from forebay.ipc.framing import Codec
 
-WORKER_PROTOCOL_VERSION = 2
+WORKER_PROTOCOL_VERSION = 3
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "error", "moved"]
+"""`moved`: nothing is wrong, and the store has all that was computed; another worker is to go on."""
+
+BUSY = "busy"
+"""The whole error of a request that a full queue has no room for: a front end makes 429 of it."""
+LEAVING = "leaving"
+"""The whole error of a request that a draining worker doesn't take: a front end asks another one."""
 
 
 class WorkerMessage(
@@ -55,7 +61,8 @@ class Generate(WorkerMessage, frozen=True):
     the store keeps the request's chunks so long, within the tenant's budget. With `settled` the end is told only when
     the store has answered for every chunk of the request: somebody else will ask for them next. Of two that wait the
     one with the smaller `priority` goes first, unless the other has waited longer by enough; `waited_s` is how long it
-    has been under way already, at a worker that is gone."""
+    has been under way already, at a worker that is gone. With `hand_over` it is `moved` with its first new token, once
+    the store has its KV: another worker decodes."""
 
     id: str
     attempt: int
@@ -68,13 +75,26 @@ class Generate(WorkerMessage, frozen=True):
     settled: bool = False
     priority: int = 0
     waited_s: float = 0.0
+    hand_over: bool = False
 
 
 class Cancel(WorkerMessage, frozen=True):
-    """Stop a request; its blocks are freed and its tail is stored. Answered by Finished if it still ran."""
+    """Stop a request; its blocks are freed and its tail is stored. Answered by Finished if it still ran: `cancelled`
+    at once, or with `move` `moved`, when the store has answered for all of it."""
 
     id: str
     attempt: int
+    move: bool = False
+
+
+class Drain(WorkerMessage, frozen=True):
+    """Take no new requests (`on`), or take them again. Every front end hears it with the next `Alive`, at once."""
+
+    on: bool
+
+
+class Leave(WorkerMessage, frozen=True):
+    """End, as SIGTERM ends a worker."""
 
 
 class Describe(WorkerMessage, frozen=True):
@@ -141,7 +161,7 @@ class Finished(WorkerMessage, frozen=True):
 
 class Description(WorkerMessage, frozen=True):
     """`namespace` is the canonical encoding; `store` is `connected`, `down` or `none`; `boot` is new with
-    every start of the process. `guided` workers take grammars."""
+    every start of the process. `guided` workers take grammars, `draining` ones nothing new."""
 
     boot: str
     pid: int
@@ -152,6 +172,7 @@ class Description(WorkerMessage, frozen=True):
     namespace: bytes
     store: str
     guided: bool = False
+    draining: bool = False
     version: int = WORKER_PROTOCOL_VERSION
 
 
@@ -163,14 +184,17 @@ class WorkerStats(WorkerMessage, frozen=True):
 
 
 class Alive(WorkerMessage, frozen=True):
-    """Heartbeat, twice a second, sent from beside the engine's thread. `step` is how long the present step
-    has been running (0 when idle)."""
+    """Heartbeat, four times a second, sent from beside the engine's thread. `step_s` is how long the present step
+    has been running (0 when idle): a long one is no hang. `stalled_s` is how long that thread has had work and not
+    got on with it, as `pulse.py` defines it."""
 
     boot: str
     step_s: float
+    stalled_s: float = 0.0
+    draining: bool = False
 
 
-ToWorker = Union[Generate, Cancel, Describe, GetWorkerStats]
+ToWorker = Union[Generate, Cancel, Describe, GetWorkerStats, Drain, Leave]
 FromWorker = Union[Started, PromptScores, Outputs, Finished, Description, WorkerStats, Alive]
 
 TO_WORKER: Codec[ToWorker] = Codec(ToWorker)

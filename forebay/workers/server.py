@@ -12,29 +12,34 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from forebay.errors import ProtocolError
 from forebay.ipc.framing import FrameBuffer
 from forebay.ipc.sockets import peer_of
-from forebay.workers.engine import BUSY
 from forebay.workers.generation import RequestKey
 from forebay.workers.messages import CancelRequest, Disconnected, Submit
 from forebay.workers.outbox import Batch
 from forebay.workers.protocol import (
+    BUSY,
     FROM_WORKER,
+    LEAVING,
     TO_WORKER,
     Alive,
     Cancel,
     Describe,
     Description,
+    Drain,
     Finished,
     FromWorker,
     Generate,
     GetWorkerStats,
+    Leave,
     ToWorker,
     WorkerStats,
 )
 
-HEARTBEAT_S = 0.5
+HEARTBEAT_S = 0.25
 CONNECTIONS_MAX = 64
 UNSENT_BYTES_MAX = 64 << 20
 """A front end that leaves this much unread is taken for dead, and its requests are cancelled."""
@@ -46,20 +51,25 @@ Told = Submit | CancelRequest | Disconnected
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Where the server gets what it says of the worker. All are quick and callable from its loop."""
+    """Where the server gets what it says of the worker, and what it can do to it. All are quick and callable from its
+    loop. `stalled_seconds` is asked at every heartbeat."""
 
     boot: str
     describe: Callable[[], Description]
     stats: Callable[[], WorkerStats]
     step_seconds: Callable[[], float]
+    stalled_seconds: Callable[[], float]
     overloaded: Callable[[], bool]
+    leave: Callable[[], None]
 
 
 class WorkerServer:
-    """Connections of front ends. `tell` hands what they ask to the engine."""
+    """Connections of front ends. `tell` hands what they ask to the engine. While `draining`, it takes no new requests;
+    those that run go on until their front ends move them."""
 
     def __init__(self, tell: Callable[[Told], None], answers: Answers) -> None:
         self.answers = answers
+        self.draining = False
         self.tell = tell
         self._loop = asyncio.get_running_loop()
         self._connections: dict[int, _Connection] = {}
@@ -115,9 +125,22 @@ class WorkerServer:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            alive = Alive(boot=self.answers.boot, step_s=self.answers.step_seconds())
-            for connection in list(self._connections.values()):
-                connection.send([alive])
+            self._say_alive()
+
+    def _say_alive(self) -> None:
+        answers = self.answers
+        alive = Alive(
+            boot=answers.boot, step_s=answers.step_seconds(), stalled_s=answers.stalled_seconds(),
+            draining=self.draining,
+        )  # fmt: skip
+        for connection in list(self._connections.values()):
+            connection.send([alive])
+
+    def drain(self, on: bool) -> None:
+        """Take no new requests, or take them again; front ends are told."""
+        log.info("draining: no new requests are taken" if on else "requests are taken again")
+        self.draining = on
+        self._say_alive()
 
 
 class _Connection(asyncio.Protocol):
@@ -172,11 +195,17 @@ class _Connection(asyncio.Protocol):
             case Generate() if self._server.answers.overloaded():
                 # The engine is in a step and can't say so itself; what it has not read yet is bounded too.
                 self.send([Finished(id=message.id, attempt=message.attempt, reason="error", error=BUSY)])
+            case Generate() if self._server.draining:
+                self.send([Finished(id=message.id, attempt=message.attempt, reason="error", error=LEAVING)])
             case Generate():
                 self._server.tell(Submit(RequestKey(number, message.id, message.attempt), message))
             case Cancel():
-                self._server.tell(CancelRequest(RequestKey(number, message.id, message.attempt)))
+                self._server.tell(CancelRequest(RequestKey(number, message.id, message.attempt), message.move))
+            case Drain():
+                self._server.drain(message.on)
+            case Leave():
+                self._server.answers.leave()
             case Describe():
-                self.send([self._server.answers.describe()])
+                self.send([msgspec.structs.replace(self._server.answers.describe(), draining=self._server.draining)])
             case GetWorkerStats():
                 self.send([self._server.answers.stats()])

@@ -1,7 +1,7 @@
-"""`forebay serve`: store, worker and front end as supervised processes on one machine.
+"""`forebay serve`: store, workers and front end as supervised processes on one machine.
 
     taken:   the port, a private runtime directory (its lock)
-    started: store -> worker and front end                      stopped: front end -> worker -> store
+    started: store -> workers and front end                     stopped: front end -> workers -> store
 
 A part that ends is started again, with a growing pause; one that ends at once, again and again, ends all. The
 front end's listening socket is ours, so clients that come while it restarts wait instead of being refused.
@@ -47,7 +47,7 @@ otherwise the next time."""
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
     """What `forebay serve` runs. `runtime` becomes a private directory for sockets, removed at the end. `shutdown_s` is
-    how long the front end lets open answers go on when it stops."""
+    how long the front end lets open answers go on when it stops. Every one of `workers` gets the same arguments."""
 
     model: Path
     runtime: Path
@@ -58,6 +58,7 @@ class ServeConfig:
     worker_arguments: Sequence[str] = ()
     frontend_arguments: Sequence[str] = ()
     shutdown_s: float = 0.0
+    workers: int = 1
 
 
 def take_port(host: str, port: int) -> socket.socket:
@@ -112,7 +113,7 @@ def runtime_directory(path: Path) -> Iterator[Path]:
 
 @dataclass
 class Supervisor:
-    """The three parts from start to stop. `tell` gets lines for people, `ready` the first healthy answer."""
+    """All parts from start to stop. `tell` gets lines for people, `ready` the first healthy answer."""
 
     config: ServeConfig
     listener: socket.socket
@@ -127,20 +128,22 @@ class Supervisor:
     _stopping: bool = False
 
     def __post_init__(self) -> None:
-        self.store, self.worker, self.frontend = self._parts()
-        self.parts = [self.store, self.worker, self.frontend]
+        self.store, self.workers, self.frontend = self._parts()
+        self.parts = [self.store, *self.workers, self.frontend]
 
     @property
     def store_socket(self) -> Path:
         return self.config.runtime / "store.sock"
 
     @property
-    def worker_socket(self) -> Path:
-        return self.config.runtime / "worker.sock"
+    def worker_sockets(self) -> list[Path]:
+        numbers = range(1, self.config.workers + 1)
+        names = ["worker"] if self.config.workers == 1 else [f"worker-{number}" for number in numbers]
+        return [self.config.runtime / f"{name}.sock" for name in names]
 
-    def _parts(self) -> tuple[Part, Part, Part]:
+    def _parts(self) -> tuple[Part, list[Part], Part]:
         config, fd = self.config, self.listener.fileno()
-        store, worker = f"unix://{self.store_socket}", f"unix://{self.worker_socket}"
+        store, workers = f"unix://{self.store_socket}", [f"unix://{socket}" for socket in self.worker_sockets]
         return (
             Part(
                 "store",
@@ -148,15 +151,18 @@ class Supervisor:
                  *config.store_arguments],
                 STORE_STOP_S,
             ),
-            Part(
-                "worker",
-                ["worker", str(config.model), "--listen", worker, "--store", store, *config.worker_arguments],
-                WORKER_STOP_S,
-            ),
+            [
+                Part(
+                    socket.stem,
+                    ["worker", str(config.model), "--listen", worker, "--store", store, *config.worker_arguments],
+                    WORKER_STOP_S,
+                )
+                for socket, worker in zip(self.worker_sockets, workers, strict=True)
+            ],
             Part(
                 "front end",
-                ["frontend", "--worker", worker, "--model", str(config.model), "--host", config.host, "--port",
-                 str(config.port), "--listen-fd", str(fd), *config.frontend_arguments],
+                ["frontend", "--worker", ",".join(workers), "--model", str(config.model), "--host", config.host,
+                 "--port", str(config.port), "--listen-fd", str(fd), *config.frontend_arguments],
                 FRONTEND_STOP_S + config.shutdown_s, descriptors=[fd],
             ),
         )  # fmt: skip
@@ -197,10 +203,11 @@ class Supervisor:
         self._spawn(self._keep(self.store))
         await self._until_store_answers()
         self.tell("the store is ready")
-        for part in (self.worker, self.frontend):
+        for part in (*self.workers, self.frontend):
             await part.start()
             self._spawn(self._keep(part))
-        self._spawn(self._watch())
+        for worker, path in zip(self.workers, self.worker_sockets, strict=True):
+            self._spawn(self._watch(worker, path))
         while True:
             health = await health_of(self.config.host, self.config.port)
             if health is not None and health.serving:
@@ -247,13 +254,13 @@ class Supervisor:
             return f"the {part.name} has ended {early} times in a row right after its start ({how_it_ended(code)})"
         return ""
 
-    async def _watch(self) -> None:
+    async def _watch(self, worker: Part, path: Path) -> None:
         """End a worker that hangs; `_keep` then starts another."""
         while True:
-            hang = await watch_worker(self.worker_socket)
-            if hang is not None and hang.pid == self.worker.pid:
-                log.error("the worker hangs (%s); killing it", hang.why)
-                await self.worker.kill()
+            hang = await watch_worker(path)
+            if hang is not None and hang.pid == worker.pid:
+                log.error("the %s hangs (%s); killing it", worker.name, hang.why)
+                await worker.kill()
             await asyncio.sleep(POLL_S)
 
     # --- the end -----------------------------------------------------------------------------------------
@@ -267,14 +274,14 @@ class Supervisor:
             # `make` passes a signal on that we got already; only a late Ctrl-C is a person's second one. The
             # store is still given its time: what it must take along is in shared memory.
             self.tell("stopping at once")
-            self.frontend.hurry()
-            self.worker.hurry()
+            for part in (self.frontend, *self.workers):
+                part.hurry()
 
     async def _stop_all(self) -> None:
         if any(part.running for part in self.parts):
             self.tell("stopping")
-        for part in (self.frontend, self.worker):
-            await part.stop()
+        await self.frontend.stop()
+        await asyncio.gather(*(worker.stop() for worker in self.workers))
         await self.store.stop()
         # A store that was killed or failed leaves its pool for the next one; after us there is no next one.
         shutil.rmtree(pool_path(self.config.pool_dir, self.store_socket), ignore_errors=True)

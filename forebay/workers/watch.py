@@ -16,9 +16,11 @@ from forebay.ipc.framing import FrameBuffer
 from forebay.workers.protocol import FROM_WORKER, TO_WORKER, Alive, Describe, Description, FromWorker
 
 SILENCE_S = 10.0
-"""Heartbeats come twice a second from beside the engine: this long without one is a hang, not a long step."""
+"""Heartbeats come four times a second from beside the engine: this long without one is a hang, not a long step."""
 STEP_S_MAX = 300.0
 """No step of a sane batch takes this long: the engine's thread hangs."""
+STALL_S = 30.0
+"""So long without progress (`pulse.py`), and it is given up. Front ends have gone elsewhere long before."""
 READ_BYTES = 1 << 16
 
 
@@ -30,7 +32,7 @@ class Hang:
     why: str
 
 
-async def watch_worker(path: Path, *, silence_s: float = SILENCE_S) -> Hang | None:
+async def watch_worker(path: Path, *, silence_s: float = SILENCE_S, stall_s: float = STALL_S) -> Hang | None:
     """Listen to one worker until it hangs (Hang) or its connection ends (None). Raises nothing that it heard."""
     try:
         reader, writer = await asyncio.open_unix_connection(str(path))
@@ -38,7 +40,7 @@ async def watch_worker(path: Path, *, silence_s: float = SILENCE_S) -> Hang | No
         return None
     try:
         writer.write(TO_WORKER.encode(Describe()))
-        return await _listen(reader, silence_s)
+        return await _listen(reader, silence_s, stall_s)
     except (OSError, ProtocolError):
         return None
     finally:
@@ -47,7 +49,7 @@ async def watch_worker(path: Path, *, silence_s: float = SILENCE_S) -> Hang | No
             await writer.wait_closed()
 
 
-async def _listen(reader: asyncio.StreamReader, silence_s: float) -> Hang | None:
+async def _listen(reader: asyncio.StreamReader, silence_s: float, stall_s: float) -> Hang | None:
     buffer: FrameBuffer[FromWorker] = FrameBuffer(FROM_WORKER)
     pid: int | None = None
     while True:
@@ -64,3 +66,5 @@ async def _listen(reader: asyncio.StreamReader, silence_s: float) -> Hang | None
                 pid = message.pid
             elif isinstance(message, Alive) and message.step_s > STEP_S_MAX and pid is not None:
                 return Hang(pid, f"one step has been running for {message.step_s:.0f} s")
+            elif isinstance(message, Alive) and message.stalled_s > stall_s and pid is not None:
+                return Hang(pid, f"its engine has stood still for {message.stalled_s:.0f} s")

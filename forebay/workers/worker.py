@@ -110,7 +110,10 @@ class Worker:
             loop.add_signal_handler(number, stop.set)
         self._stop = stop
         self._loop = loop
-        answers = Answers(self.boot, self._describe, self._stats, self.parts.engine.step_seconds, self._overloaded)
+        answers = Answers(
+            self.boot, self._describe, self._stats, self.parts.engine.step_seconds, self.parts.stalled_seconds,
+            self._overloaded, stop.set,
+        )  # fmt: skip
         self._server = WorkerServer(self.parts.inbox.put, answers)
         self._events.attach(loop)
         if self.parts.transfer is not None:

@@ -16,12 +16,15 @@ from forebay.ipc.sockets import listen
 from forebay.kvstore.identity import GroupGeometry, Namespace, encode_namespace, unpack_tokens
 from forebay.workers.protocol import (
     FROM_WORKER,
+    LEAVING,
     TO_WORKER,
     Alive,
     Cancel,
     Describe,
     Description,
+    Drain,
     Finished,
+    FinishReason,
     Generate,
     GetWorkerStats,
     Outputs,
@@ -49,7 +52,7 @@ def script_of(prompt: bytes) -> list[int]:
 @dataclass
 class ScriptedWorker:
     """`pace_s` between tokens. `hold` stops after that many tokens of a first attempt. `refuse` answers every
-    request at once with this error."""
+    request at once with this error. `stalled_s` and `draining` are told with heartbeats."""
 
     path: Path
     pace_s: float = 0.0
@@ -62,6 +65,9 @@ class ScriptedWorker:
     model: str = "scripted"
     store: str = "connected"
     guided: bool = True
+    stalled_s: float = 0.0
+    draining: bool = False
+    moved: list[str] = field(default_factory=list)
     _writers: list[asyncio.StreamWriter] = field(default_factory=list)
     _tasks: dict[tuple[str, int], asyncio.Task[None]] = field(default_factory=dict)
     _server: asyncio.Server | None = None
@@ -91,7 +97,10 @@ class ScriptedWorker:
         while True:
             await asyncio.sleep(0.1)
             if not self.mute:
-                self.say(Alive(boot=str(id(self)), step_s=0.0))
+                self.beat()
+
+    def beat(self) -> None:
+        self.say(Alive(boot=str(id(self)), step_s=0.0, stalled_s=self.stalled_s, draining=self.draining))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.append(writer)
@@ -108,11 +117,15 @@ class ScriptedWorker:
             case GetWorkerStats():
                 self.say(WorkerStats(values={"cached.host": 7.0}, store=self.store))
             case Cancel():
-                self.cancelled.append(message.id)
+                (self.moved if message.move else self.cancelled).append(message.id)
                 task = self._tasks.pop((message.id, message.attempt), None)
                 if task is not None:
                     task.cancel()
-                    self.say(Finished(id=message.id, attempt=message.attempt, reason="cancelled"))
+                    reason: FinishReason = "moved" if message.move else "cancelled"
+                    self.say(Finished(id=message.id, attempt=message.attempt, reason=reason))
+            case Drain():
+                self.draining = message.on
+                self.beat()
             case Generate():
                 self.asked.append(message)
                 if self.on_ask is not None:
@@ -126,8 +139,8 @@ class ScriptedWorker:
         )  # fmt: skip
 
     async def _generate(self, ask: Generate) -> None:
-        if self.refuse:
-            self.say(Finished(id=ask.id, attempt=ask.attempt, reason="error", error=self.refuse))
+        if self.refuse or self.draining:
+            self.say(Finished(id=ask.id, attempt=ask.attempt, reason="error", error=self.refuse or LEAVING))
             return
         cached = {"device": 16, "host": 32} if len(ask.prompt) // 4 > 48 else {}
         self.say(Started(id=ask.id, attempt=ask.attempt, cached_tokens=sum(cached.values()), cached=cached))
@@ -143,6 +156,9 @@ class ScriptedWorker:
             self.say(Outputs(tokens=[self._out(ask, index, script[index])]))
             if script[index] == EOS and not ask.sampling.ignore_eos:
                 self.say(Finished(id=ask.id, attempt=ask.attempt, reason="stop"))
+                return
+            if ask.hand_over:
+                self.say(Finished(id=ask.id, attempt=ask.attempt, reason="moved"))
                 return
         self.say(Finished(id=ask.id, attempt=ask.attempt, reason="length"))
 

@@ -14,9 +14,9 @@ import uvicorn
 
 from forebay.tiers.p2p.options import Address
 from forebay.workers.api.app import make_app
+from forebay.workers.api.fleet import Fleet
 from forebay.workers.api.frontend import AppServer, bind
 from forebay.workers.api.keys import Keys, open_to_all
-from forebay.workers.api.link import WorkerLink
 from forebay.workers.api.metrics import Metrics
 from forebay.workers.api.service import ApiService
 from forebay.workers.api.tool_formats import FORMATS
@@ -40,7 +40,10 @@ class Front:
     kv_address: Address | None = None
     tools: str = "hermes"
     shutdown_s: float | None = None
-    link: WorkerLink = field(init=False)
+    sockets: tuple[str, ...] = ("worker.sock",)
+    prefill: tuple[Path, ...] = ()
+    workers: tuple[ScriptedWorker, ...] = ()
+    fleet: Fleet = field(init=False)
     port: int = 0
 
     def __enter__(self) -> Front:
@@ -59,9 +62,9 @@ class Front:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE_S)
 
     async def _begin(self) -> None:
-        self.link = WorkerLink(self.folder / "worker.sock", self.max_calls, self.give_up_s)
+        self.fleet = Fleet([self.folder / name for name in self.sockets], self.max_calls, self.give_up_s, self.prefill)
         service = ApiService(
-            self.link, ByteCodec(), LineChat() if self.chat else None, Metrics(), "", self.kv_address,
+            self.fleet, ByteCodec(), LineChat() if self.chat else None, Metrics(), "", self.kv_address,
             FORMATS.get(self.tools),
         )  # fmt: skip
         app = make_app(service, self.keys or open_to_all(self.folder / "state"))
@@ -69,13 +72,16 @@ class Front:
         bound.listen()
         self.port = bound.getsockname()[1]
         config = uvicorn.Config(app, log_level="warning", http="httptools", timeout_graceful_shutdown=1)
-        self._server = uvicorn.Server(config) if self.shutdown_s is None else AppServer(app, self.link, self.shutdown_s)
+        shutdown_s = self.shutdown_s
+        self._server = uvicorn.Server(config) if shutdown_s is None else AppServer(app, self.fleet, shutdown_s)
         if not self._server.config.loaded:
             self._server.config.load()
         self._serving = asyncio.create_task(self._server._serve([bound]))
+        for worker in self.workers:
+            await worker.start()
         if self.worker is not None:
             await self.worker.start()
-        await self.until(lambda: self._server.started and (self.worker is None or self.link.connected))
+        await self.until(lambda: self._server.started and (self.worker is None or self.fleet.connected))
 
     async def _end(self) -> None:
         self._server.should_exit = True

@@ -220,4 +220,4 @@ def test_a_stream_that_takes_longer_than_that_is_told(tmp_path: Path) -> None:
         front.stop()
         reader.done()
         assert reader.text == TEXT[:5] and "the server stops" in reader.errors[0]["message"]
-        front.wait_until(lambda: not front.link.calls)
+        front.wait_until(lambda: not front.fleet.calls)

@@ -33,7 +33,7 @@ def refusal(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
 def test_what_would_change_the_answer_is_refused_by_name(front: Front, field: str, value: Any) -> None:
     assert front.worker is not None
     front.worker.guided = False
-    front.wait_until(lambda: front.link.description is not None and not front.link.description.guided)
+    front.wait_until(lambda: front.fleet.description is not None and not front.fleet.description.guided)
     assert refusal(front.complete("|x", **{field: value}))["param"] == field
 
 

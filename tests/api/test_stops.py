@@ -41,7 +41,7 @@ def test_a_stop_ends_the_answer_and_its_generation(front: Front) -> None:
     assert answer["choices"][0]["text"] == "one, two" and answer["choices"][0]["finish_reason"] == "stop"
     assert answer["usage"]["completion_tokens"] == len("one, two END")
     front.wait_until(lambda: front.worker is not None and len(front.worker.cancelled) == 1)
-    assert not front.link.calls
+    assert not front.fleet.calls
 
 
 def test_a_stop_that_never_comes_is_not_missing_from_the_end(front: Front) -> None:

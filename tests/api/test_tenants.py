@@ -56,7 +56,7 @@ def test_nothing_of_another_tenant_is_in_any_answer(front: Front, keys: Keys) ->
 
 
 def test_a_new_route_has_to_be_looked_at_here_first(front: Front, keys: Keys) -> None:
-    service = ApiService(front.link, ByteCodec(), None, Metrics(), "")
+    service = ApiService(front.fleet, ByteCodec(), None, Metrics(), "")
     routes = {getattr(route, "path", "") for route in make_app(service, keys).routes}
     assert routes == GETS | POSTS
 

@@ -58,7 +58,7 @@ def test_health_tells_worker_store_and_model(front: Front) -> None:
 def test_health_follows_the_store(front: Front) -> None:
     assert front.worker is not None
     front.worker.store = "down"
-    front.wait_until(lambda: front.link.description is not None and front.link.description.store == "down")
+    front.wait_until(lambda: front.fleet.store == "down")
     assert front.get("/health").json()["store"] == "down"
 
 
@@ -102,13 +102,13 @@ def test_a_full_queue_is_told_when_to_come_again(tmp_path: Path, path: Path) -> 
             answer = front.complete("|x")
             assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
             assert answer.json()["error"]["code"] == "queue_full"
-        front.wait_until(lambda: not front.link.calls)
+        front.wait_until(lambda: not front.fleet.calls)
 
 
 def test_a_request_with_more_choices_than_the_queue_leaves_nothing_behind(tmp_path: Path, path: Path) -> None:
     with Front(tmp_path, max_calls=2, worker=ScriptedWorker(path)) as front:
         assert front.complete("|x", n=3).status_code == 429
-        assert not front.link.calls and front.complete("|x", n=2).status_code == 200
+        assert not front.fleet.calls and front.complete("|x", n=2).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -210,7 +210,7 @@ def test_a_file_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pytest
 
 
 def test_a_server_that_others_can_reach_needs_keys(tmp_path: Path) -> None:
-    config = FrontendConfig(f"{tmp_path}/w.sock", tmp_path, tmp_path / "state", host="192.0.2.1")
+    config = FrontendConfig([f"{tmp_path}/w.sock"], tmp_path, tmp_path / "state", host="192.0.2.1")
     with pytest.raises(ConfigError, match="--api-keys"):
         run_frontend(config)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from forebay.kernels.batch import Batch
@@ -15,13 +18,21 @@ from forebay.workers.config import WorkerConfig
 from forebay.workers.worker import run_worker
 from tests.workers.fake_model import FakeModel
 
+BUSY_S = 3.0
+
 
 class FragileModel(FakeModel):
-    """Fails on one token, as a bug would."""
+    """Fails on one token, as a bug would; waits for ever on another one, and on a third computes for long."""
 
     def forward(self, batch: Batch, kv: Mapping[str, Tensor]) -> Tensor:
         if bool((batch.token_ids == 13).any()):
             raise RuntimeError("thirteen")
+        if bool((batch.token_ids == 14).any()):
+            threading.Event().wait()
+        if bool((batch.token_ids == 15).any()):
+            until = time.monotonic() + BUSY_S
+            while time.monotonic() < until:
+                torch.ones(64, 64) @ torch.ones(64, 64)
         return super().forward(batch, kv)
 
 

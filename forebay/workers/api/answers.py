@@ -101,7 +101,7 @@ class Answer:
                     yield item
         finally:
             for choice in self.choices:
-                choice.link.stop(choice.call)
+                choice.fleet.stop(choice.call)
             self._count()
 
     async def _merged(self) -> AsyncGenerator[Merged, None]:

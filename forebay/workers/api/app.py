@@ -19,6 +19,7 @@ from forebay.workers.api.bodies import ChatBody, CompletionBody, DetokenizeBody,
 from forebay.workers.api.errors import ApiError, bad
 from forebay.workers.api.http import ClientGone, EventStream, body_of, error_response, json_response, unless_gone
 from forebay.workers.api.keys import Keys, Tenant
+from forebay.workers.api.link import WorkerLink
 from forebay.workers.api.service import ApiService
 
 log = logging.getLogger(__name__)
@@ -40,13 +41,15 @@ def name_of(given: str | None) -> str:
 
 
 def make_app(service: ApiService, keys: Keys) -> FastAPI:
-    """The application. Its lifespan keeps the connection to the worker."""
+    """The application. Its lifespan keeps the connections to the workers."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(service.link.run()), asyncio.create_task(_refresh(service))]
+        tasks = [asyncio.create_task(service.fleet.run()), asyncio.create_task(_refresh(service))]
+        if service.splitter is not None:
+            tasks.append(asyncio.create_task(service.splitter.run()))
         # Who came while a front end was replaced waits in the backlog: greet the worker before them.
-        await service.link.met(GREETING_S)
+        await service.fleet.met_any(GREETING_S)
         yield
         for task in tasks:
             task.cancel()
@@ -84,7 +87,7 @@ async def _refresh(service: ApiService) -> None:
     # The worker's store comes and goes; `/health` should know within a moment.
     while True:
         await asyncio.sleep(REFRESH_S)
-        service.link.refresh()
+        service.fleet.refresh()
 
 
 def _guarded(service: ApiService, keys: Keys, path: str, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
@@ -116,6 +119,14 @@ def add_errors(app: FastAPI) -> None:
         return error_response(problem)
 
 
+def _how(link: WorkerLink) -> dict[str, object]:
+    known = link.description if link.connected else None
+    return {
+        "state": link.state, "role": link.role.value, "worker": None if known is None else known.pid,
+        "store": "unknown" if known is None else known.store, "calls": len(link.calls),
+    }  # fmt: skip
+
+
 class _Routes:
     """One method a route."""
 
@@ -124,13 +135,17 @@ class _Routes:
 
     async def completions(self, request: Request, tenant: Tenant) -> Response:
         body = parse(await body_of(request), CompletionBody)
-        answer = await self._service.completion(body, tenant, name_of(request.headers.get(REQUEST_ID)))
+        answer = await self._service.completion(body, tenant, *self._told(request))
         return await self._respond(request, answer, body.stream)
 
     async def chat(self, request: Request, tenant: Tenant) -> Response:
         body = parse(await body_of(request), ChatBody)
-        answer = await self._service.chat_completion(body, tenant, name_of(request.headers.get(REQUEST_ID)))
+        answer = await self._service.chat_completion(body, tenant, *self._told(request))
         return await self._respond(request, answer, body.stream)
+
+    @staticmethod
+    def _told(request: Request) -> tuple[str, str | None]:
+        return name_of(request.headers.get(REQUEST_ID)), request.headers.get("authorization")
 
     async def _respond(self, request: Request, answer: Answer, stream: bool | None) -> Response:
         named = {REQUEST_ID: answer.name}
@@ -166,18 +181,22 @@ class _Routes:
 
     async def health(self) -> Response:
         """Open to everybody: whoever balances load or restarts us has no key."""
-        link = self._service.link
-        described = link.description if link.connected else None
-        body = {
-            "status": "no worker" if described is None else "ok",
+        fleet = self._service.fleet
+        there = [link for link in fleet.links if link.connected and link.description is not None]
+        able = next((link for link in there if link.able), there[0] if there else None)
+        known = None if able is None else able.description
+        body: dict[str, object] = {
+            "status": "no worker" if able is None else able.state,
             "model": self._service.model,
-            "worker": None if described is None else described.pid,
-            "store": "unknown" if described is None else described.store,
+            "worker": None if known is None else known.pid,
+            "store": fleet.store,
         }
-        return json_response(body, 503 if described is None else 200)
+        if len(fleet.links) > 1:
+            body["workers"] = {link.name: _how(link) for link in fleet.links}
+        return json_response(body, 200 if able is not None and able.able else 503)
 
     async def metrics(self, request: Request, tenant: Tenant) -> Response:
-        text = await self._service.metrics.render(self._service.link)
+        text = await self._service.metrics.render(self._service.fleet, self._service.splitter)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def model_info(self, request: Request, tenant: Tenant) -> Response:
@@ -197,13 +216,13 @@ class _Routes:
             {
                 "model_path": self._service.model, "served_model_name": self._service.model, "dp_size": 1,
                 "version": __version__, "max_model_len": worker.max_context, "kv_block_size": MATCH_UNIT,
-                "max_running_requests": self._service.link.max_calls,
+                "max_running_requests": self._service.fleet.max_calls,
             }
         )  # fmt: skip
 
     async def load(self, request: Request, tenant: Tenant) -> Response:
         """How many generations are under way."""
-        return json_response({"server_load": len(self._service.link.calls)})
+        return json_response({"server_load": len(self._service.fleet.calls)})
 
     async def namespace(self, request: Request, tenant: Tenant) -> Response:
         """Where the caller's chains begin: what `forebay explain` asks a store with."""

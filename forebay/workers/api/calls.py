@@ -7,10 +7,17 @@ import time
 from array import array
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from forebay.errors import ProtocolError
 from forebay.kvstore.identity import pack_tokens
 from forebay.workers.protocol import FinishReason, Generate, Sampling, TokenOut, TokenScore
+
+if TYPE_CHECKING:
+    from forebay.workers.api.link import WorkerLink
+
+HOME_BYTES = 256
+"""What decides which worker is a prompt's own: its first 64 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +33,11 @@ class Call:
     """A generation under way. `emitted` is its whole state: a successor of its worker is fed these ids.
 
     `events` is bounded by `max_tokens`: every entry but the last is one token. A `held` call isn't sent yet.
-    `begun` is set with the first token, or the end. A `settled` one ends when the store has what it computed.
+    `begun` is set with the first token, or the end. A `settled` one ends when the store has what it computed; a `split`
+    one is prefilled and decoded by two workers; one that is `fresh` was never taken by any.
+
+    Where it is, kept by the fleet: `link` (None: it waits), `last` where it was last, `full` those that turned it away,
+    `moving` while it is to leave its worker, `alone_since` when it last had one, `lost_at` when that was found dead.
     """
 
     id: str
@@ -38,7 +49,10 @@ class Call:
     retain_s: float = 0.0
     settled: bool = False
     priority: int = 0
+    beside: Call | None = None
+    split: bool = False
     attempt: int = 0
+    known: int = 0
     born: float = field(default_factory=time.monotonic)
     emitted: array[int] = field(default_factory=lambda: array("I"))
     events: asyncio.Queue[TokenOut | Ended] = field(default_factory=asyncio.Queue)
@@ -47,19 +61,33 @@ class Call:
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     ended: bool = False
     turned_away_at: float | None = None
+    fresh: bool = True
+    link: WorkerLink | None = None
+    last: WorkerLink | None = None
+    full: set[WorkerLink] = field(default_factory=set)
+    moving: bool = False
+    alone_since: float | None = None
+    lost_at: float | None = None
 
-    def request(self) -> Generate:
+    @property
+    def home(self) -> bytes:
+        """Prompts with the same one are best kept together."""
+        return self.salt + self.prompt[:HOME_BYTES]
+
+    def request(self, *, hand_over: bool = False) -> Generate:
         """The message that starts the next attempt."""
         self.attempt += 1
+        self.known = len(self.prompt) // 4 + len(self.emitted)
         return Generate(
             id=self.id, attempt=self.attempt, prompt=self.prompt, sampling=self.sampling,
             emitted=pack_tokens(self.emitted), salt=self.salt, tenant=self.tenant,
             retain_s=self.retain_s, settled=self.settled, priority=self.priority,
-            waited_s=time.monotonic() - self.born if self.attempt > 1 else 0.0,
+            waited_s=time.monotonic() - self.born if self.attempt > 1 else 0.0, hand_over=hand_over,
         )  # fmt: skip
 
     def began(self, attempt: int, cached: dict[str, int]) -> None:
         """The worker knows what was cached. Only the first attempt counts: later ones find their own work."""
+        self.fresh = False
         if attempt == self.attempt and self.cached is None:
             self.cached = cached
 
@@ -68,19 +96,20 @@ class Call:
         if attempt == self.attempt:
             self.scores.update(enumerate(scores, start))
 
-    def token(self, out: TokenOut) -> None:
-        """A token of some attempt. Output of a dead attempt, and what was emitted already, is dropped.
+    def token(self, out: TokenOut) -> bool:
+        """A token of some attempt; False if it was dropped: output of a dead attempt, and what was emitted already.
 
         Raises ProtocolError if tokens are missing: another attempt, on another connection, will have them.
         """
         if self.ended or out.attempt != self.attempt or out.index < len(self.emitted):
-            return
+            return False
         if out.index > len(self.emitted):
             raise ProtocolError(f"token {out.index} came where {len(self.emitted)} was due")
         self.emitted.append(out.token)
         self.turned_away_at = None
         self.events.put_nowait(out)
         self.begun.set()
+        return True
 
     def end(self, attempt: int, reason: FinishReason, error: str = "") -> bool:
         """The worker is done with some attempt; True if it was the present one."""

@@ -9,12 +9,12 @@ from typing import Literal
 
 from forebay.workers.api.calls import Call, Ended
 from forebay.workers.api.errors import ApiError, bad, busy, unavailable
-from forebay.workers.api.link import BUSY, RETRY_AFTER_S, WorkerLink
+from forebay.workers.api.fleet import RETRY_AFTER_S, Fleet
 from forebay.workers.api.stops import StopFinder
 from forebay.workers.api.text import Codec, Decoder
 from forebay.workers.api.tool_formats import ToolCall
 from forebay.workers.api.tools import ForcedFinder, Found, ToolFinder
-from forebay.workers.protocol import TokenOut
+from forebay.workers.protocol import BUSY, TokenOut
 
 ClientFinish = Literal["stop", "length", "tool_calls"]
 
@@ -40,7 +40,7 @@ class Choice:
 
     index: int
     call: Call
-    link: WorkerLink
+    fleet: Fleet
     codec: Codec
     stops: list[str]
     ends: frozenset[int]
@@ -83,7 +83,7 @@ class Choice:
                     found = self._find(text)
                     yield Delta(found.text, (event,), calls=found.calls)
         finally:
-            self.link.stop(self.call)
+            self.fleet.stop(self.call)
 
     @property
     def _may_stop(self) -> bool:
@@ -116,7 +116,7 @@ class Choice:
     async def _begin(self) -> None:
         if not self.leads:
             await self.leader.begun.wait()
-            self.link.release(self.call)
+            self.fleet.release(self.call)
 
 
 def _finish(ended: Ended, stopped: bool) -> ClientFinish:

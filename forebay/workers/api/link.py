@@ -1,95 +1,133 @@
-"""The front end's connection to its worker, across the deaths of that worker.
+"""The front end's connection to one worker, across the deaths of that worker. It knows no calls: see `fleet.py`.
 
-    connected --- connection lost, or no heartbeat for 2 s ---> waiting for a worker
-        ^                                                             |
-        +-- describe, resubmit every open call with what it emitted --+
+    connected --- connection lost, or nothing heard for SILENCE_S ---> tries again, for ever
+        |  ^                                                                |
+        |  +----------------------- says what it is ------------------------+
+        +--- says that its engine's thread stands still: `stalled`; that it drains: `draining`
 
-A long step is no hang: heartbeats come from beside the engine. Calls that find no worker for `give_up_s` end.
-A worker that is full turns new calls away; those that were under way already are offered again until it takes
-them.
+A long step is no hang: heartbeats come from beside the engine, and tell whether its thread gets on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
+from typing import Protocol
 
 from forebay.errors import ProtocolError
 from forebay.ipc.framing import FrameBuffer
 from forebay.workers.api.calls import Call
-from forebay.workers.api.errors import busy, unavailable
 from forebay.workers.protocol import (
     FROM_WORKER,
     TO_WORKER,
     WORKER_PROTOCOL_VERSION,
     Alive,
-    Cancel,
     Describe,
     Description,
-    Finished,
-    FinishReason,
     FromWorker,
     GetWorkerStats,
-    Outputs,
-    PromptScores,
-    Sampling,
-    Started,
     WorkerStats,
 )
 
 log = logging.getLogger(__name__)
 
-SILENCE_S = 2.0
+SILENCE_S = 1.25
+"""Heartbeats come four times a second: so long without one, and the worker has stopped."""
+STALL_S = 1.25
+"""So long without progress (see `pulse.py`), and its engine's thread has stopped."""
+STEP_S_MAX = 300.0
+"""No step of a sane batch takes this long, whatever processor time it uses."""
+LOOK_S = 0.1
+STOOD_STILL_S = 0.6
 DESCRIBE_S = 30.0
 """A worker that loads its model has bound its socket already, but doesn't answer yet."""
 RETRY_S = (0.02, 0.05, 0.1, 0.2)
 READ_BYTES = 1 << 18
-RETRY_AFTER_S = 1
-OFFER_AGAIN_S = 0.2
-BUSY = "busy"
+
+
+class Role(Enum):
+    """What a worker is for. A prefill worker computes long prompts, which others decode; it can do all else too."""
+
+    DECODE = "decode"
+    PREFILL = "prefill"
+
+
+class Hears(Protocol):
+    """Whom a link tells. All are called on its loop and must be quick."""
+
+    def met(self, link: WorkerLink, description: Description) -> None:
+        """It is connected, and this is what it is."""
+        ...
+
+    def lost(self, link: WorkerLink) -> None:
+        """It was connected and is no longer."""
+        ...
+
+    def changed(self, link: WorkerLink) -> None:
+        """`stalled` or `draining` has changed."""
+        ...
+
+    def heard(self, link: WorkerLink, message: FromWorker) -> None:
+        """It said something of a call. Raises ProtocolError if that can't be."""
+        ...
 
 
 @dataclass
 class LinkCounters:
-    """What happened so far."""
+    """What happened to one connection so far. `hangs` were silent, `stalls` beat but stood still."""
 
     connects: int = 0
     losses: int = 0
     hangs: int = 0
-    resubmitted: int = 0
-    refused: int = 0
-    given_up: int = 0
+    stalls: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class WorkerLink:
-    """All calls of one front end and the worker that runs them. Lives on the front end's loop."""
+    """One worker. Lives on the front end's loop. `calls` are those that it has, kept by whom it tells. A `misfit`
+    serves another model."""
 
     path: Path
-    max_calls: int
-    give_up_s: float = 120.0
+    hears: Hears
+    role: Role = Role.DECODE
     calls: dict[str, Call] = field(default_factory=dict)
     description: Description | None = None
     counters: LinkCounters = field(default_factory=LinkCounters)
     last_stats: WorkerStats | None = None
+    stalled: bool = False
+    draining: bool = False
+    misfit: bool = False
     _writer: asyncio.StreamWriter | None = None
-    _described: asyncio.Event = field(default_factory=asyncio.Event)
+    _described: bool = False
     _heard: float = 0.0
-    _alone_since: float = 0.0
     _stats: list[asyncio.Future[WorkerStats | None]] = field(default_factory=list)
 
     @property
+    def name(self) -> str:
+        """Its socket's name, for people and metrics."""
+        return self.path.stem
+
+    @property
     def connected(self) -> bool:
-        return self._writer is not None and self._described.is_set()
+        return self._writer is not None and self._described
+
+    @property
+    def able(self) -> bool:
+        """May it get new calls?"""
+        return self.connected and not (self.stalled or self.draining or self.misfit)
+
+    @property
+    def state(self) -> str:
+        """One word on how it is."""
+        if not self.connected:
+            return "gone"
+        return "stalled" if self.stalled else "draining" if self.draining else "misfit" if self.misfit else "ok"
 
     async def run(self) -> None:
         """Keep a connection, for ever."""
-        loop = asyncio.get_running_loop()
-        self._alone_since = loop.time()
         failures = 0
         while True:
             try:
@@ -99,7 +137,9 @@ class WorkerLink:
                 failures += 1
                 if not isinstance(error, (FileNotFoundError, ConnectionRefusedError)):
                     log.warning("the worker on %s: %s", self.path, error or type(error).__name__)
-            self._give_up_if_late(loop.time())
+            except Exception:  # a bug of ours; the other workers go on, and this one is met again
+                failures += 1
+                log.exception("the connection to the worker on %s failed in a way it should not", self.path)
             await asyncio.sleep(RETRY_S[min(failures, len(RETRY_S) - 1)])
 
     async def _converse(self) -> None:
@@ -108,7 +148,7 @@ class WorkerLink:
         self._heard = loop.time()
         watch = asyncio.create_task(self._watch())
         try:
-            self._send(Describe())
+            self.send(Describe())
             buffer: FrameBuffer[FromWorker] = FrameBuffer(FROM_WORKER)
             while data := await reader.read(READ_BYTES):
                 self._heard = loop.time()
@@ -116,167 +156,73 @@ class WorkerLink:
                     self._take(message)
         finally:
             watch.cancel()
-            self._lost(loop.time())
+            self._lost()
 
     async def _watch(self) -> None:
-        """Cut a connection on which nothing is heard: the worker hangs, or never said what it is."""
+        """Cut a connection on which nothing is heard: the worker has stopped, or never said what it is."""
         loop = asyncio.get_running_loop()
         while True:
             before = loop.time()
-            await asyncio.sleep(SILENCE_S / 8)
-            if loop.time() - before > SILENCE_S / 2:
+            await asyncio.sleep(LOOK_S)
+            if loop.time() - before > STOOD_STILL_S:
                 # We stood still ourselves, with the worker's heartbeats unread: that says nothing about it.
                 self._heard = loop.time()
-            patience = SILENCE_S if self._described.is_set() else DESCRIBE_S
+            patience = SILENCE_S if self._described else DESCRIBE_S
             if loop.time() - self._heard > patience and self._writer is not None:
-                if self._described.is_set():
+                if self._described:
                     self.counters.hangs += 1
                     log.warning("the worker on %s has been silent for %.1f s", self.path, loop.time() - self._heard)
                 self._writer.transport.abort()
                 return
 
-    def _lost(self, now: float) -> None:
+    def _lost(self) -> None:
         if self._writer is not None:
             self._writer.transport.abort()
         self._writer = None
-        if self._described.is_set():
-            self.counters.losses += 1
-            self._alone_since = now
-        self._described.clear()
+        described, self._described = self._described, False
+        self.stalled = self.draining = self.misfit = False
         self._answer_stats(None)
-
-    def _give_up_if_late(self, now: float) -> None:
-        if now - self._alone_since < self.give_up_s:
-            return
-        for call in list(self.calls.values()):
-            self.counters.given_up += 1
-            self._end(call, call.attempt, "error", f"no worker came back within {self.give_up_s:.0f} s")
+        if described:
+            self.counters.losses += 1
+            self.hears.lost(self)
 
     def _take(self, message: FromWorker) -> None:
         match message:
-            case Outputs():
-                for out in message.tokens:
-                    if (call := self.calls.get(out.id)) is not None:
-                        call.token(out)
-            case Started():
-                if (call := self.calls.get(message.id)) is not None:
-                    call.began(message.attempt, message.cached)
-            case PromptScores():
-                if (call := self.calls.get(message.id)) is not None:
-                    call.scored(message.attempt, message.start, message.scores)
-            case Finished():
-                self._finished(message)
             case Description():
                 self._met(message)
             case WorkerStats():
                 self.last_stats = message
                 self._answer_stats(message)
             case Alive():
-                if self.description is not None and self._described.is_set() and message.boot != self.description.boot:
-                    raise ProtocolError("another worker answers on this socket")
-
-    def _finished(self, message: Finished) -> None:
-        call = self.calls.get(message.id)
-        # A call that we cancel is forgotten at once: hearing it of another means that the worker is leaving,
-        # and its successor goes on.
-        if call is None or message.reason == "cancelled" or self._turned_away(call, message):
-            return
-        self._end(call, message.attempt, message.reason, message.error)
+                self._alive(message)
+            case _:
+                self.hears.heard(self, message)
 
     def _met(self, description: Description) -> None:
         if description.version != WORKER_PROTOCOL_VERSION:
             raise ProtocolError(
                 f"the worker speaks version {description.version}, this front end {WORKER_PROTOCOL_VERSION}"
             )
-        before, self.description = self.description, description
-        if self._described.is_set():
+        self.description = description
+        if self._described:
             return
-        self._described.set()
+        self._described, self.draining = True, description.draining
         self.counters.connects += 1
-        model = description.model, description.vocab_size
-        for call in list(self.calls.values()):
-            if before is not None and model != (before.model, before.vocab_size):
-                self._end(call, call.attempt, "error", f"no worker of {before.model} is left: {model[0]} came instead")
-            elif not call.held:
-                self.counters.resubmitted += call.attempt > 0
-                self._send(call.request())
+        self.hears.met(self, description)
 
-    async def met(self, timeout_s: float) -> bool:
-        """Wait until a worker has said what it is; False if none has in time."""
-        try:
-            await asyncio.wait_for(self._described.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
-
-    # --- calls -----------------------------------------------------------------------------------------
-
-    def start(
-        self, prompt: bytes, sampling: Sampling, salt: bytes, tenant: str, *,
-        name: str = "", held: bool = False, retain_s: float = 0.0, settled: bool = False,
-        emitted: Sequence[int] = (), priority: int = 0,
-    ) -> Call:  # fmt: skip
-        """Begin a generation. Raises ApiError 503 if there never was a worker, 429 at the cap.
-
-        A `held` one has its place, but is sent only by `release`. For `settled` see `Generate`. `emitted` are tokens
-        that it goes on from. Its id begins with `name`, by which logs know it.
-        """
-        if self.description is None:
-            raise unavailable("no worker is ready yet; try again in a moment")
-        if len(self.calls) >= self.max_calls:
-            self.counters.refused += 1
-            raise busy(f"{len(self.calls)} generations are under way already; try again later", RETRY_AFTER_S)
-        # A name may be the client's and come twice: what is told of one must never be taken for the other's.
-        unique = f"{name}.{secrets.token_hex(6)}" if name else secrets.token_hex(12)
-        call = Call(unique, prompt, sampling, salt, tenant, held, retain_s, settled, priority)
-        if emitted:
-            call.emitted.extend(emitted)
-            call.begun.set()
-        self.calls[call.id] = call
-        self._offer(call)
-        return call
-
-    def release(self, call: Call) -> None:
-        """Send a held call."""
-        if call.held:
-            call.held = False
-            self._offer(call)
-
-    def stop(self, call: Call) -> None:
-        """The client has gone, or has all that it wants (a stop string). Idempotent."""
-        if self.calls.pop(call.id, None) is not None:
-            call.ended = True
-            if self.connected and call.attempt:
-                self._send(Cancel(id=call.id, attempt=call.attempt))
-
-    def end_all(self, why: str) -> None:
-        """End every call; their clients are told why."""
-        for call in list(self.calls.values()):
-            if self.connected and call.attempt:
-                self._send(Cancel(id=call.id, attempt=call.attempt))
-            self._end(call, call.attempt, "cancelled", why)
-
-    def _offer(self, call: Call) -> None:
-        if self.connected and not call.held and call.id in self.calls:
-            self._send(call.request())
-
-    def _turned_away(self, call: Call, message: Finished) -> bool:
-        """Was a call that had found a worker before turned away by a full one? Then it is offered again."""
-        if message.error != BUSY or message.attempt != call.attempt or call.ended:
-            return False
-        if call.attempt == 1 and not call.emitted:
-            return False
-        loop = asyncio.get_running_loop()
-        call.turned_away_at = call.turned_away_at or loop.time()
-        if loop.time() - call.turned_away_at > self.give_up_s:
-            return False
-        call.attempt += 1  # what the worker still says of this attempt is of no interest
-        loop.call_later(OFFER_AGAIN_S, self._offer, call)
-        return True
-
-    def _end(self, call: Call, attempt: int, reason: FinishReason, error: str = "") -> None:
-        if call.end(attempt, reason, error):
-            self.calls.pop(call.id, None)
+    def _alive(self, alive: Alive) -> None:
+        if not self._described or self.description is None:
+            return
+        if alive.boot != self.description.boot:
+            raise ProtocolError("another worker answers on this socket")
+        before = self.stalled, self.draining
+        self.stalled = alive.stalled_s > STALL_S or alive.step_s > STEP_S_MAX
+        self.draining = alive.draining
+        if self.stalled and not before[0]:
+            self.counters.stalls += 1
+            log.warning("the worker on %s has stood still for %.1f s", self.path, max(alive.stalled_s, alive.step_s))
+        if (self.stalled, self.draining) != before:
+            self.hears.changed(self)
 
     async def stats(self, timeout_s: float = 1.0) -> WorkerStats | None:
         """The worker's present figures; the last known ones if it doesn't answer in time."""
@@ -284,7 +230,7 @@ class WorkerLink:
             return self.last_stats
         waiting: asyncio.Future[WorkerStats | None] = asyncio.get_running_loop().create_future()
         self._stats.append(waiting)
-        self._send(GetWorkerStats())
+        self.send(GetWorkerStats())
         try:
             return await asyncio.wait_for(waiting, timeout_s) or self.last_stats
         except TimeoutError:
@@ -299,8 +245,9 @@ class WorkerLink:
     def refresh(self) -> None:
         """Ask for a new description: the worker's view of its store changes."""
         if self.connected:
-            self._send(Describe())
+            self.send(Describe())
 
-    def _send(self, message: object) -> None:
+    def send(self, message: object) -> None:
+        """Say something to a worker that is connected."""
         assert self._writer is not None
         self._writer.write(TO_WORKER.encode(message))

@@ -36,11 +36,12 @@ from forebay.workers.api.bodies import (
 from forebay.workers.api.conversation import described, messages_of
 from forebay.workers.api.deltas import Choice
 from forebay.workers.api.errors import ApiError, bad, unavailable
+from forebay.workers.api.fleet import Fleet
 from forebay.workers.api.keys import Tenant
-from forebay.workers.api.link import WorkerLink
 from forebay.workers.api.metrics import Metrics
 from forebay.workers.api.parameters import priority_of, sampling_of
 from forebay.workers.api.shapes import ChatShape, CompletionShape, Frame, Shape
+from forebay.workers.api.splitting import Splitter
 from forebay.workers.api.structured import grammar_of
 from forebay.workers.api.text import Chat, Codec
 from forebay.workers.api.tool_formats import ToolFormat
@@ -58,17 +59,18 @@ CHARACTERS_A_TOKEN_MAX = 16
 
 @dataclass
 class ApiService:
-    """One model behind one worker. `chat` is None for a base model; `label` "" takes the worker's name for it;
+    """One model behind its workers. `chat` is None for a base model; `label` "" takes the worker's name for it;
     `kv_address` is where other hosts get what this one's store has, None for nowhere. `tool_format` is how the model
-    calls tools, None if it can't."""
+    calls tools, None if it can't. `splitter` decides who prefills, None: always who decodes."""
 
-    link: WorkerLink
+    fleet: Fleet
     codec: Codec
     chat: Chat | None
     metrics: Metrics
     label: str
     kv_address: Address | None = None
     tool_format: ToolFormat | None = None
+    splitter: Splitter | None = None
 
     def __post_init__(self) -> None:
         """Which special tokens have to be seen for tools to be found."""
@@ -83,17 +85,20 @@ class ApiService:
         """The model's name in the API."""
         if self.label:
             return self.label
-        return self.link.description.model if self.link.description is not None else ""
+        return self.fleet.description.model if self.fleet.description is not None else ""
 
     @property
     def worker(self) -> Description:
         """The worker's description. Raises ApiError 503 before there was one."""
-        if self.link.description is None:
+        if self.fleet.description is None:
             raise unavailable("no worker is ready yet; try again in a moment")
-        return self.link.description
+        return self.fleet.description
 
-    async def completion(self, body: CompletionBody, tenant: Tenant, name: str = "") -> Answer:
-        """Start a completion; `name` is the request's, if its client gave it one. Raises ApiError."""
+    async def completion(
+        self, body: CompletionBody, tenant: Tenant, name: str = "", authorization: str | None = None
+    ) -> Answer:
+        """Start a completion; `name` is the request's, if its client gave it one, and `authorization` what another host
+        would have to be told. Raises ApiError."""
         started = time.perf_counter()
         self.check_model(body.model)
         refuse_unsupported(body)
@@ -111,9 +116,12 @@ class ApiService:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=body.logprobs)
         frame = self._frame("cmpl", body, body.logprobs, name)
         shape = CompletionShape(frame, bool(body.echo), body.prompt_logprobs is not None)
-        return self._start(body, prompts, sampling, tenant, shape, started, frame.id)
+        splits = [await self._splits(body, prompt, sampling, tenant, authorization) for prompt in prompts]
+        return self._start(body, prompts, sampling, tenant, shape, started, frame.id, splits)
 
-    async def chat_completion(self, body: ChatBody, tenant: Tenant, name: str = "") -> Answer:
+    async def chat_completion(
+        self, body: ChatBody, tenant: Tenant, name: str = "", authorization: str | None = None
+    ) -> Answer:
         """Start a chat completion. Raises ApiError; a base model has no chat template and says so."""
         started = time.perf_counter()
         self.check_model(body.model)
@@ -129,7 +137,19 @@ class ApiService:
         )
         frame = self._frame("chatcmpl", body, logprobs, name)
         shape = ChatShape(frame, body.prompt_logprobs is not None)
-        return self._start(body, [prompt], sampling, tenant, shape, started, frame.id, use)
+        splits = [await self._splits(body, prompt, sampling, tenant, authorization)]
+        return self._start(body, [prompt], sampling, tenant, shape, started, frame.id, splits, use)
+
+    async def _splits(
+        self, body: Common, prompt: list[int], sampling: Sampling, tenant: Tenant, authorization: str | None
+    ) -> bool:
+        """Is this prompt to be prefilled by another worker than decodes it?"""
+        asked = body.resume_token_ids or body.kv_transfer_params or sampling.prompt_logprobs is not None
+        if self.splitter is None or asked or sampling.max_tokens < 2:
+            return False
+        self._check_prompt(prompt, sampling)
+        salt = tenant.salt(body.cache_salt)
+        return await self.splitter.local(prompt, salt, tenant.id, body.cache_salt, authorization)
 
     async def tokenize(self, body: TokenizeBody) -> list[int]:
         """Token ids of a text or a conversation. Raises ApiError."""
@@ -183,7 +203,7 @@ class ApiService:
 
     def _start(
         self, body: Common, prompts: Sequence[list[int]], sampling: Sampling, tenant: Tenant, shape: Shape,
-        started: float, name: str, use: ToolUse | None = None,
+        started: float, name: str, splits: Sequence[bool], use: ToolUse | None = None,
     ) -> Answer:  # fmt: skip
         told, candidates, priority = choices_of(body), candidates_of(body), priority_of(body, tenant.id)
         stops, salt = stops_of(body), tenant.salt(body.cache_salt)
@@ -196,25 +216,26 @@ class ApiService:
         ends = ends_of(sampling, frozenset(self.worker.eos_ids))
         choices: list[Choice] = []
         try:
-            for prompt in prompts:
+            for prompt, split in zip(prompts, splits, strict=True):
                 packed, leader = pack_tokens(prompt), None
                 for number in range(candidates):
                     index = len(choices)
-                    call = self.link.start(
+                    call = self.fleet.start(
                         packed, _nth(sampling, number), salt, tenant.id, name=f"{name}.{index}",
                         held=leader is not None, retain_s=retain_s, emitted=emitted[index], priority=priority,
-                        settled=transfer is not None and leader is None,
+                        settled=transfer is not None and leader is None, beside=leader,
+                        split=split and leader is None,
                     )  # fmt: skip
                     leader = leader or call
                     choices.append(
                         Choice(
-                            index, call, self.link, self.codec, stops, ends, leader, resumed=tuple(emitted[index]),
+                            index, call, self.fleet, self.codec, stops, ends, leader, resumed=tuple(emitted[index]),
                             tools=self._finder(use), marks={} if use is None else self._marks,
                         )
                     )
         except ApiError:
             for choice in choices:
-                self.link.stop(choice.call)
+                self.fleet.stop(choice.call)
             raise
         return Answer(
             choices, shape, sum(map(len, prompts)), self.metrics, body.include_usage, name, candidates, told, started,

@@ -1,0 +1,312 @@
+"""Several workers behind one front end: who gets a call, and who goes on with it when its worker can't."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from forebay.kvstore.identity import pack_tokens, unpack_tokens
+from forebay.workers.api.fleet import SLACK_CALLS
+from forebay.workers.protocol import Drain, Finished, Outputs, Sampling, TokenOut
+from tests.api.scripted import ScriptedWorker
+from tests.api.serving import Front
+from tests.api.test_failover import TEXT, Reader
+
+AT = 10
+"""Workers that hold stop after so many tokens of an answer."""
+
+
+class Pair:
+    """A front end with two workers."""
+
+    def __init__(self, folder: Path, **more: object) -> None:
+        names = ("a.sock", "b.sock")
+        self.workers = [ScriptedWorker(folder / name, hold=AT) for name in names]
+        self.front = Front(folder, sockets=names, workers=tuple(self.workers), **more)  # type: ignore[arg-type]
+
+    def __enter__(self) -> Pair:
+        self.front.__enter__()
+        self.front.wait_until(lambda: all(link.connected for link in self.front.fleet.links))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for worker in self.workers:
+            self.front.run(worker.die())
+        self.front.__exit__(*exc)
+
+    def halted(self, **more: object) -> tuple[Reader, ScriptedWorker, ScriptedWorker]:
+        """A stream in its middle, the worker that has it, and the other one, which would go on to the end."""
+        reader = Reader(self.front, "|" + TEXT, **more)
+        self.front.wait_until(lambda: len(reader.ids) == AT)
+        holder = next(worker for worker in self.workers if worker.asked)
+        other = next(worker for worker in self.workers if worker is not holder)
+        other.hold = None
+        return reader, holder, other
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    with Pair(tmp_path) as pair:
+        yield pair
+
+
+def went_on(reader: Reader, other: ScriptedWorker) -> None:
+    """The stream was ended by the other worker, each token was said once."""
+    reader.done()
+    assert reader.text == TEXT and reader.finish == "stop" and not reader.errors
+    (ask,) = other.asked
+    assert ask.attempt == 2 and list(unpack_tokens(ask.emitted)) == [ord(letter) + 2 for letter in TEXT[:AT]]
+
+
+def test_prompts_that_begin_alike_go_to_one_worker_and_others_to_both(pair: Pair) -> None:
+    for worker in pair.workers:
+        worker.hold = None
+    for number in range(4):
+        pair.front.complete(f"{'same' * 20}{number}|x")
+    assert sorted(len(worker.asked) for worker in pair.workers) == [0, 4]
+    for number in range(20):
+        pair.front.complete(f"{number} differs|x")
+    assert all(len(worker.asked) > 1 for worker in pair.workers)
+
+
+def test_a_worker_with_many_calls_more_is_not_asked_whatever_the_prompt(pair: Pair) -> None:
+    readers = [Reader(pair.front, f"{'same' * 20}|{TEXT}") for _ in range(2 * SLACK_CALLS + 4)]
+    pair.front.wait_until(lambda: all(len(reader.ids) == AT for reader in readers))
+    counts = sorted(len(worker.asked) for worker in pair.workers)
+    assert sum(counts) == len(readers) and counts[1] - counts[0] <= SLACK_CALLS + 1
+    for worker in pair.workers:
+        worker.hold = None
+    for link in pair.front.fleet.links:  # who holds on is given up
+        pair.front.run(_cut(link))
+    for reader in readers:
+        reader.done()
+        assert reader.text == TEXT
+
+
+async def _cut(link: object) -> None:
+    link._writer.transport.abort()  # type: ignore[attr-defined]
+
+
+def dies(worker: ScriptedWorker, front: Front) -> None:
+    front.run(worker.die())
+
+
+def falls_silent(worker: ScriptedWorker, front: Front) -> None:
+    worker.mute = True
+
+
+def stands_still(worker: ScriptedWorker, front: Front) -> None:
+    worker.stalled_s = 5.0
+
+
+def drains(worker: ScriptedWorker, front: Front) -> None:
+    front.run(_drain(worker))
+
+
+async def _drain(worker: ScriptedWorker, on: bool = True) -> None:
+    worker._take(Drain(on=on))
+
+
+@pytest.mark.parametrize("happens", [dies, falls_silent, stands_still, drains])
+def test_another_worker_goes_on(pair: Pair, happens: Callable[[ScriptedWorker, Front], None]) -> None:
+    reader, holder, other = pair.halted()
+    happens(holder, pair.front)
+    went_on(reader, other)
+    counters = pair.front.fleet.counters
+    if happens is drains:
+        assert (counters.moved, counters.resubmitted, len(holder.moved)) == (1, 0, 1)
+    else:
+        assert (counters.moved, counters.resubmitted) == (0, 1)
+    assert counters.recomputed == 1 + len("|" + TEXT) + AT, "the scripted worker caches nothing"
+    assert not any(link.calls for link in pair.front.fleet.links)
+
+
+def test_late_output_of_a_worker_that_wakes_is_dropped_and_counted(pair: Pair) -> None:
+    reader, holder, other = pair.halted()
+    other.hold = AT + 5
+    stands_still(holder, pair.front)
+    pair.front.wait_until(lambda: len(reader.ids) == AT + 5)
+    (ask,) = holder.asked
+
+    async def wakes() -> None:
+        holder.stalled_s = 0.0
+        holder.say(Outputs(tokens=[TokenOut(ask.id, 1, AT + 5, ord("!") + 2)]))
+        holder.say(Finished(id=ask.id, attempt=1, reason="stop"))
+        holder.beat()
+
+    pair.front.run(wakes())
+    pair.front.wait_until(lambda: pair.front.fleet.counters.late == 3)  # and that it was cancelled
+    assert ask.id in holder.cancelled, "it was told that nobody waits for it"
+    drains(other, pair.front)
+    holder.hold = None
+    reader.done()
+    assert reader.text == TEXT and reader.finish == "stop"
+
+
+def test_a_stalled_worker_keeps_its_calls_while_there_is_nobody_else(tmp_path: Path) -> None:
+    worker = ScriptedWorker(tmp_path / "worker.sock", hold=AT)
+    with Front(tmp_path, worker=worker) as front:
+        reader = Reader(front, "|" + TEXT)
+        front.wait_until(lambda: len(reader.ids) == AT)
+        stands_still(worker, front)
+        front.wait_until(lambda: front.fleet.links[0].stalled)
+        assert front.get("/health").status_code == 503 and front.get("/health").json()["status"] == "stalled"
+        assert len(front.fleet.links[0].calls) == 1 and not worker.cancelled
+        late = Reader(front, "|late")
+        front.wait_until(lambda: len(front.fleet.calls) == 2)
+        assert len(worker.asked) == 1, "what is new waits"
+        worker.stalled_s = 0.0
+        late.done()
+        assert late.text == "late"
+        front.replace_worker(ScriptedWorker(tmp_path / "worker.sock"))
+        reader.done()
+        assert reader.text == TEXT
+
+
+def test_a_draining_worker_gets_nothing_new_and_undrained_it_does(pair: Pair) -> None:
+    for worker in pair.workers:
+        worker.hold = None
+    drained, other = pair.workers
+    drains(drained, pair.front)
+    pair.front.wait_until(lambda: pair.front.fleet.links[0].draining)
+    for number in range(10):
+        assert pair.front.complete(f"{number}|x").status_code == 200
+    assert not drained.asked and len(other.asked) == 10
+    pair.front.run(_drain(drained, on=False))
+    pair.front.wait_until(lambda: pair.front.fleet.links[0].able)
+    for number in range(10):
+        assert pair.front.complete(f"{number} again|x").status_code == 200
+    assert drained.asked
+
+
+def test_requests_stay_at_a_draining_worker_until_there_is_another_one(tmp_path: Path) -> None:
+    with Pair(tmp_path) as pair:
+        reader, holder, other = pair.halted()
+        pair.front.run(other.die())
+        pair.front.wait_until(lambda: not all(link.connected for link in pair.front.fleet.links))
+        drains(holder, pair.front)
+        pair.front.wait_until(lambda: any(link.draining for link in pair.front.fleet.links))
+        assert not holder.moved
+        at = pair.workers.index(other)
+        pair.workers[at] = ScriptedWorker(other.path)
+        pair.front.run(pair.workers[at].start())
+        went_on(reader, pair.workers[at])
+        assert len(holder.moved) == 1
+
+
+def test_who_finds_one_worker_full_gets_the_other_and_429_only_from_both(pair: Pair) -> None:
+    for worker in pair.workers:
+        worker.hold, worker.refuse = None, "busy"
+    assert pair.front.complete("|x").status_code == 429
+    assert all(len(worker.asked) == 1 for worker in pair.workers)
+    pair.workers[0].refuse = ""
+    for number in range(6):
+        assert pair.front.complete(f"{number}|x").status_code == 200
+
+
+def test_choices_of_one_prompt_stay_together(pair: Pair) -> None:
+    for worker in pair.workers:
+        worker.hold = None
+    assert pair.front.complete("x" * 100 + "|abc", n=4).status_code == 200
+    assert sorted(len(worker.asked) for worker in pair.workers) == [0, 4]
+
+
+def test_a_worker_of_another_model_gets_nothing(pair: Pair) -> None:
+    for worker in pair.workers:
+        worker.hold = None
+    pair.front.run(pair.workers[1].die())
+    pair.front.wait_until(lambda: not pair.front.fleet.links[1].connected)
+    pair.workers[1] = ScriptedWorker(pair.workers[1].path, model="other")
+    pair.front.run(pair.workers[1].start())
+    pair.front.wait_until(lambda: pair.front.fleet.links[1].misfit)
+    for number in range(6):
+        assert pair.front.complete(f"{number}|x").status_code == 200
+    assert not pair.workers[1].asked
+    assert pair.front.get("/health").json()["workers"]["b"]["state"] == "misfit"
+
+
+def test_health_and_metrics_tell_workers_apart(pair: Pair) -> None:
+    told = pair.front.get("/health").json()
+    assert set(told["workers"]) == {"a", "b"} and told["workers"]["a"]["state"] == "ok"
+    text = pair.front.get("/metrics").text
+    for line in ('forebay_worker_cached_host{worker="a"} 7.0', 'forebay_link_connects{worker="b"} 1.0'):
+        assert line in text.splitlines(), line
+
+
+# --- prefill and decode apart ----------------------------------------------------------------------------
+
+
+class Apart:
+    """Two workers, of which one prefills. Calls are started at the fleet: who decides is tested elsewhere."""
+
+    def __init__(self, folder: Path) -> None:
+        self.decode, self.prefill = ScriptedWorker(folder / "decode.sock"), ScriptedWorker(folder / "prefill.sock")
+        workers = (self.decode, self.prefill)
+        self.front = Front(folder, sockets=("decode.sock",), prefill=(folder / "prefill.sock",), workers=workers)
+
+    def __enter__(self) -> Apart:
+        self.front.__enter__()
+        self.front.wait_until(lambda: self.front.fleet.prefills)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for worker in (self.decode, self.prefill):
+            self.front.run(worker.die())
+        self.front.__exit__(*exc)
+
+    def text(self, *, split: bool) -> str:
+        """The answer to a prompt, as the fleet's caller hears it."""
+        return self.front.run(self._text(split))
+
+    async def _text(self, split: bool) -> str:
+        prompt = pack_tokens([ord(letter) + 2 for letter in "|" + TEXT])
+        call = self.front.fleet.start(prompt, Sampling(max_tokens=100), b"", "", split=split)
+        ids = [event.token async for event in call.outputs() if isinstance(event, TokenOut)]
+        return "".join(chr(token - 2) for token in ids[:-1])
+
+
+@pytest.fixture
+def apart(tmp_path: Path) -> Iterator[Apart]:
+    with Apart(tmp_path) as apart:
+        yield apart
+
+
+def test_the_first_token_comes_from_one_worker_and_the_rest_from_the_other(apart: Apart) -> None:
+    assert apart.text(split=True) == TEXT
+    (first,), (second,) = apart.prefill.asked, apart.decode.asked
+    assert first.hand_over and not first.emitted
+    assert not second.hand_over and len(second.emitted) == 4 and second.attempt == 2
+
+
+def test_what_is_not_split_is_decoded_where_it_is_prefilled(apart: Apart) -> None:
+    assert apart.text(split=False) == TEXT
+    assert not apart.prefill.asked and len(apart.decode.asked) == 1
+
+
+@pytest.mark.parametrize("dead", ["prefill", "decode"])
+def test_a_dead_side_is_done_without(apart: Apart, dead: str) -> None:
+    apart.front.run(getattr(apart, dead).die())
+    apart.front.wait_until(lambda: not apart.front.fleet.prefills)
+    assert apart.text(split=True) == TEXT
+    alive = apart.decode if dead == "prefill" else apart.prefill
+    (ask,) = alive.asked
+    assert not ask.hand_over
+
+
+@pytest.mark.parametrize("dies_at", ["prefill", "decode"])
+def test_a_side_that_dies_in_the_middle_is_survived(apart: Apart, dies_at: str) -> None:
+    victim: ScriptedWorker = getattr(apart, dies_at)
+    victim.hold = 0 if dies_at == "prefill" else AT
+
+    async def both() -> str:
+        asking = asyncio.ensure_future(apart._text(True))
+        await apart.front.until(lambda: bool(victim.asked))
+        await asyncio.sleep(0.05)
+        await victim.die()
+        return await asking
+
+    assert apart.front.run(both()) == TEXT
+    assert apart.front.fleet.counters.resubmitted == 1
