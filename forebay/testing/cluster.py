@@ -155,16 +155,20 @@ class Cluster:
             arguments += ["--store", self.store_address]
         return self._start(name, [*arguments, *extra])
 
-    def start_frontend(self, name: str, worker: str, *, extra: tuple[str, ...] = ()) -> Process:
-        """A front end for one worker; returns once it serves."""
+    def socket(self, name: str) -> str:
+        """The address of a worker or store of ours."""
+        return f"unix://{self.folder}/{name}.sock"
+
+    def start_frontend(self, name: str, *workers: str, extra: tuple[str, ...] = ()) -> Process:
+        """A front end for these workers; returns once it serves."""
         port = free_port()
         process = self._start(
             name,
-            ["frontend", "--worker", f"unix://{self.folder}/{worker}.sock", "--model", str(self.model),
+            ["frontend", "--worker", ",".join(map(self.socket, workers)), "--model", str(self.model),
              "--port", str(port), *extra],
         )  # fmt: skip
         self.ports[name] = port
-        self.wait_healthy(name, watch=[process, self.processes[worker]])
+        self.wait_healthy(name, watch=[process, *(self.processes[worker] for worker in workers)])
         return process
 
     def start_pair(self, worker: str, frontend: str) -> None:
@@ -229,6 +233,19 @@ class Cluster:
                 values[name] = float(value)
         return values
 
+    def figure(self, frontend: str, name: str, worker: str = "") -> float:
+        """One of the workers' figures by its dotted name: that of one `worker`, or the sum of all."""
+        wanted = "forebay_worker_" + name.replace(".", "_")
+        label = f'{wanted}{{worker="{worker}"}}'
+        found = self.figures(frontend)
+        if worker:
+            return found.get(label, 0.0)
+        return sum(value for key, value in found.items() if key == wanted or key.startswith(wanted + "{"))
+
+    def health(self, frontend: str) -> dict[str, Any]:
+        """What the front end says of itself and, if it has several, its workers."""
+        return dict(httpx.get(f"{self.url(frontend)}/health", timeout=10).json())
+
     def settle(self, frontend: str) -> None:
         """Wait until everything that was computed is in the store and in its tiers."""
 
@@ -236,7 +253,7 @@ class Cluster:
             worker = self.figures(frontend)
             values = self.store_values()
             waiting = ("push_queue_bytes", "pushes_running")
-            queued = sum(value for name, value in worker.items() if name.endswith(waiting))
+            queued = sum(value for name, value in worker.items() if name.partition("{")[0].endswith(waiting))
             copying = sum(value for name, value in values.items() if name.endswith(".stores_running"))
             return queued == 0 and copying == 0 and values["host.reserved_bytes"] == 0
 

@@ -52,7 +52,8 @@ def script_of(prompt: bytes) -> list[int]:
 @dataclass
 class ScriptedWorker:
     """`pace_s` between tokens. `hold` stops after that many tokens of a first attempt. `refuse` answers every
-    request at once with this error. `stalled_s` and `draining` are told with heartbeats."""
+    request at once with this error. `stalled_s` and `draining` are told with heartbeats. A `silent` one
+    takes requests and says nothing of them."""
 
     path: Path
     pace_s: float = 0.0
@@ -67,6 +68,7 @@ class ScriptedWorker:
     guided: bool = True
     stalled_s: float = 0.0
     draining: bool = False
+    silent: bool = False
     moved: list[str] = field(default_factory=list)
     _writers: list[asyncio.StreamWriter] = field(default_factory=list)
     _tasks: dict[tuple[str, int], asyncio.Task[None]] = field(default_factory=dict)
@@ -139,6 +141,8 @@ class ScriptedWorker:
         )  # fmt: skip
 
     async def _generate(self, ask: Generate) -> None:
+        if self.silent:
+            return
         if self.refuse or self.draining:
             self.say(Finished(id=ask.id, attempt=ask.attempt, reason="error", error=self.refuse or LEAVING))
             return

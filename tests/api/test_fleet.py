@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forebay.kvstore.identity import pack_tokens, unpack_tokens
-from forebay.workers.api.fleet import SLACK_CALLS
+from forebay.workers.api.fleet import DEATHS_MAX, SLACK_CALLS
 from forebay.workers.protocol import Drain, Finished, Outputs, Sampling, TokenOut
 from tests.api.scripted import ScriptedWorker
 from tests.api.serving import Front
@@ -205,6 +205,18 @@ def test_who_finds_one_worker_full_gets_the_other_and_429_only_from_both(pair: P
     pair.workers[0].refuse = ""
     for number in range(6):
         assert pair.front.complete(f"{number}|x").status_code == 200
+
+
+def test_a_request_that_ends_its_workers_is_not_offered_for_ever(tmp_path: Path) -> None:
+    with Front(tmp_path, worker=ScriptedWorker(tmp_path / "worker.sock", silent=True)) as front:
+        reader = Reader(front, "|" + TEXT)
+        for _ in range(DEATHS_MAX):
+            assert front.worker is not None
+            front.wait_until(lambda: front.worker is not None and bool(front.worker.asked))
+            front.replace_worker(ScriptedWorker(front.worker.path, silent=True))
+        reader.done()
+        assert reader.status == 503 and front.fleet.counters.resubmitted == DEATHS_MAX - 1
+        assert not front.fleet.calls
 
 
 def test_choices_of_one_prompt_stay_together(pair: Pair) -> None:

@@ -37,7 +37,8 @@ class Call:
     one is prefilled and decoded by two workers; one that is `fresh` was never taken by any.
 
     Where it is, kept by the fleet: `link` (None: it waits), `last` where it was last, `full` those that turned it away,
-    `moving` while it is to leave its worker, `alone_since` when it last had one, `lost_at` when that was found dead.
+    `moving` while it is to leave its worker, `alone_since` when it last had one, `lost_at` when that was found dead,
+    `deaths` how many it has lost in a row without a sign of progress.
     """
 
     id: str
@@ -68,6 +69,7 @@ class Call:
     moving: bool = False
     alone_since: float | None = None
     lost_at: float | None = None
+    deaths: int = 0
 
     @property
     def home(self) -> bytes:
@@ -87,7 +89,7 @@ class Call:
 
     def began(self, attempt: int, cached: dict[str, int]) -> None:
         """The worker knows what was cached. Only the first attempt counts: later ones find their own work."""
-        self.fresh = False
+        self.fresh, self.deaths = False, 0
         if attempt == self.attempt and self.cached is None:
             self.cached = cached
 
@@ -106,7 +108,7 @@ class Call:
         if out.index > len(self.emitted):
             raise ProtocolError(f"token {out.index} came where {len(self.emitted)} was due")
         self.emitted.append(out.token)
-        self.turned_away_at = None
+        self.turned_away_at, self.deaths = None, 0
         self.events.put_nowait(out)
         self.begun.set()
         return True

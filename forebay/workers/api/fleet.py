@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 RETRY_AFTER_S = 1
 OFFER_AGAIN_S = 0.2
 LOOK_S = 0.1
+DEATHS_MAX = 5
+"""A call that has lost so many workers in a row, none of which began it, is taken for what ends them."""
 SLACK_CALLS = 2
 """A prompt's own worker is taken unless it has so many calls more than another one."""
 
@@ -210,8 +212,13 @@ class Fleet:
 
     def _lost_worker(self, call: Call) -> None:
         now = asyncio.get_running_loop().time()
-        call.alone_since, call.lost_at, call.fresh = now, call.lost_at or now, False
-        self.counters.resubmitted += 1
+        call.alone_since, call.lost_at, call.fresh, call.deaths = now, call.lost_at or now, False, call.deaths + 1
+        if call.deaths < DEATHS_MAX:
+            self.counters.resubmitted += 1
+            return
+        self.counters.given_up += 1
+        why = f"no worker is risked any more: {call.deaths} in a row have ended or hung with this request"
+        self._end(call, call.attempt, "error", why)
 
     def _give_up(self, now: float) -> None:
         for call in list(self.calls.values()):
