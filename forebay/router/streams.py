@@ -95,7 +95,9 @@ class Relay:
         number = choice.get("index", 0)
         if not 0 <= number < self.choices or number in self.finished:
             return False
-        said = bool(choice.get("text") or (choice.get("delta") or {}).get("content"))
+        delta = choice.get("delta") or {}
+        # Content, but also calls of tools, reasoning, and whatever else engines stream; a role alone is an opening.
+        said = bool(choice.get("text") or any(value for name, value in delta.items() if name != "role"))
         ids = choice.get("token_ids")
         if not self.wants_ids:
             choice.pop("token_ids", None)

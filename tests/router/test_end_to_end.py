@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -191,6 +193,39 @@ def test_of_a_conversation_that_grew_the_end_is_tokenised_and_its_keys_are_the_w
     direct = httpx.post(f"{cluster.url('f0')}/tokenize", json={"messages": messages}, timeout=30).json()
     assert told["prompt_tokens"] == direct["count"]
     assert 0 < grown["forebay_router_remembered_tokens"] <= grown["forebay_router_remembered_tokens_max"]
+
+
+def test_a_decision_can_be_looked_at_term_by_term_by_people(cluster: Cluster) -> None:
+    words = ["route", "--explain", "--url", cluster.url("router")]
+    asked = subprocess.run(
+        [sys.executable, "-m", "forebay", *words, "all rivers"], capture_output=True, text=True, timeout=60
+    )
+    assert asked.returncode == 0, asked.stderr
+    first, *rows = asked.stdout.splitlines()
+    assert "tokens go to w" in first and "decided by ttft" in first
+    head = next(row for row in rows if row.startswith("worker"))
+    assert {"device", "near", "far", "wait", "load", "cut", "compute", "ttft"} <= set(head.split())
+    assert sum(row.startswith(("w0", "w1")) for row in rows) == 2
+    told = json.loads(subprocess.run(
+        [sys.executable, "-m", "forebay", *words, "--json", "all rivers"], capture_output=True, text=True, timeout=60
+    ).stdout)  # fmt: skip
+    assert told["worker"] in {candidate["worker"] for candidate in told["candidates"]} == {"w0", "w1"}
+
+
+def test_what_was_believed_and_what_was_are_told_side_by_side(cluster: Cluster) -> None:
+    prompt = prompt_of(40)
+    for _ in range(2):
+        cluster.complete("router", prompt, 2)
+    figures = cluster.figures("router")
+    for name in ("answers", "predicted_tokens", "realised_tokens", "error_tokens"):
+        assert figures[f"forebay_router_belief_{name}_total"] >= 0
+    assert figures["forebay_router_belief_realised_tokens_total"] > 0
+    assert any(name.startswith("forebay_router_decisions_total{") and 'reason="prefix"' in name for name in figures)
+    for what in ("lag_s", "gaps", "orphans", "duplicates", "unknown_medium", "lost_batches", "stored"):
+        assert f'forebay_router_stream{{owner="s",what="{what}"}}' in figures, what
+    assert figures['forebay_router_stream_trust{owner="s",state="exact"}'] == 1
+    text = httpx.get(f"{cluster.url('router')}/metrics", timeout=10).text
+    assert "forebay_router_rejected" in text and "forebay_router_time_to_first_token_seconds_bucket" in text
 
 
 def test_refusals_are_the_workers_own_and_unknown_models_are_named(cluster: Cluster) -> None:

@@ -59,6 +59,18 @@ def test_an_opening_is_said_once() -> None:
     assert relay.pass_on(opening) is not None and relay.pass_on(opening) is None
 
 
+def test_calls_of_tools_and_reasoning_pass_whoever_streams_them_and_without_ids_are_not_resumed() -> None:
+    relay = Relay(1, wants_ids=False, wants_usage=False)
+    opening = {"index": 0, "delta": {"role": "assistant", "content": ""}}
+    call = {"index": 0, "delta": {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": "{"}}]}}
+    more = {"index": 0, "delta": {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}}
+    thought = {"index": 0, "delta": {"reasoning_content": "hm"}}
+    for choice in (opening, thought, call, more):
+        event = said(relay.pass_on(json.dumps({"id": "a", "choices": [choice]}).encode()))
+        assert event is not None and event["choices"] == [choice]
+    assert not relay.resumable
+
+
 def test_text_without_its_tokens_cannot_be_resumed() -> None:
     relay = Relay(1, wants_ids=False, wants_usage=False)
     relay.pass_on(chunk("said", None))
