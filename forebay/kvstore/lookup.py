@@ -5,6 +5,8 @@ queries()    what tiers should be asked for
 offer()      what a tier has, where it reaches further
 promotions() the loads that the best length needs; entries reserved and pinned
 pin()        match again, pin all of it under one lease
+
+place_promotions() and pin_places() do the same for single places, whether or not they add up to a hit.
 """
 
 from __future__ import annotations
@@ -194,12 +196,18 @@ class HostStates(HostRow):
         return self._states.get(hit) if self[position] else None
 
 
+Place = tuple[int, int]
+"""A group and a chunk position."""
+
+
 @dataclass(slots=True)
 class Match:
-    """What host memory and tiers have of one prompt, by group and chunk position."""
+    """What host memory and tiers have of one prompt, by group and chunk position. With `only`, tiers are asked for
+    these places and no others."""
 
     prompt: Prompt
     rows: list[HostRow]
+    only: Sequence[Place] | None = None
     offers: dict[tuple[int, int], Offer] = field(default_factory=dict)
     _hit: int | None = None
 
@@ -223,10 +231,18 @@ class Match:
     def missing(self) -> Iterator[tuple[int, int]]:
         """(group, position) of every place where host memory falls short of the prompt."""
         prompt = self.prompt
-        for group, row in enumerate(self.rows):
-            for position in range(prompt.positions):
-                if not row.has(position, self.wanted_tokens(position, prompt.longest)):
-                    yield group, position
+        everywhere = ((group, position) for group in range(len(self.rows)) for position in range(prompt.positions))
+        for group, position in everywhere if self.only is None else self.only:
+            if not self.has(group, position, prompt.longest):
+                yield group, position
+
+    def lacks_any(self) -> bool:
+        """Is there any such place?"""
+        return next(self.missing(), None) is not None
+
+    def has(self, group: int, position: int, hit: int) -> bool:
+        """Has memory what a hit of this length reads at a place?"""
+        return self.rows[group].has(position, self.wanted_tokens(position, hit))
 
     @property
     def _size(self) -> int:
@@ -274,7 +290,7 @@ class Match:
         return min(size, hit - position * size)
 
 
-def match(core: StoreCore, prompt: Prompt) -> Match:
+def match(core: StoreCore, prompt: Prompt, only: Sequence[Place] | None = None) -> Match:
     """What committed chunks serve. Mutates nothing."""
     rows = [
         (HostStates if geometry.recurrent else HostRow)(core.table, prompt, group)
@@ -283,7 +299,7 @@ def match(core: StoreCore, prompt: Prompt) -> Match:
     for group, row in zip(prompt.namespace.groups, rows, strict=True):
         if needs_all(group):
             row.fill_front()
-    return Match(prompt, rows)
+    return Match(prompt, rows, only)
 
 
 def queries(found: Match) -> list[tuple[tuple[int, int], Query]]:
@@ -359,6 +375,21 @@ def promotions(core: StoreCore, found: Match, owners: dict[str, bytes]) -> Promo
     return plan
 
 
+def place_promotions(core: StoreCore, found: Match, owners: dict[str, bytes]) -> Promotions:
+    """Reserve slots for the places that are asked for, in their order, up to the first that can't be had."""
+    assert found.only is not None
+    longest = found.prompt.longest
+    plan = Promotions(longest, [], [], [])
+    for group, position in found.only:
+        entry = found.entry(group, position, longest)
+        if found.has(group, position, longest) and entry is not None:
+            core.pin(entry)
+            plan.held.append(entry)
+        elif not _promote(core, found, plan, (group, position), owners):
+            break
+    return plan
+
+
 def _promote_all(
     core: StoreCore, found: Match, plan: Promotions, planned: set[tuple[int, int]], owners: dict[str, bytes]
 ) -> tuple[int, int] | None:
@@ -429,3 +460,16 @@ def pin(core: StoreCore, client: Client, found: Match) -> Pinned:
         return Pinned(0, 0, [])
     lease = core.lease(client, entries, hit=hit, lease_s=found.prompt.lease_s)
     return Pinned(lease, hit, entries) if lease else Pinned(0, 0, [])
+
+
+def pin_places(core: StoreCore, client: Client, found: Match) -> Pinned:
+    """Pin what memory has of the places that were asked for."""
+    assert found.only is not None
+    longest = found.prompt.longest
+    there = [found.entry(*place, longest) for place in found.only if found.has(*place, longest)]
+    entries = list(dict.fromkeys(entry for entry in there if entry is not None))
+    if not entries or len(entries) > core.limits.pins_per_lease:
+        return Pinned(0, 0, [])
+    assert all(entry.state is SlotState.COMMITTED for entry in entries)
+    lease = core.lease(client, entries, hit=0, lease_s=found.prompt.lease_s)
+    return Pinned(lease, 0, entries) if lease else Pinned(0, 0, [])

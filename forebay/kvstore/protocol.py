@@ -2,6 +2,7 @@
 
 Every request carries `rid`, chosen by the client; replies carry it back and may come in any order. Bulk
 bytes never travel here: they are copied through the mapped extents. `docs/protocol.md` tells the story.
+One file because it is one vocabulary: whoever reads a message wants those beside it.
 """
 
 from __future__ import annotations
@@ -188,6 +189,70 @@ class Warmed(Message, frozen=True):
     hit: int
     from_tier: dict[str, int]
     pending: bool
+
+
+class Survey(Message, frozen=True):
+    """How far would tiers reach with a prompt beyond what memory has? Fields as in Lookup, with all tokens. Nothing is
+    brought, nothing pinned; tiers have `deadline_ms` to answer."""
+
+    rid: int
+    namespace: bytes
+    root: bytes
+    tokens: bytes
+    keys: bytes
+    limit: int
+    deadline_ms: int
+    extra: bytes = b""
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """A chunk position of a group that `tier` would have to bring: `length` bytes, with the header."""
+
+    group: int
+    position: int
+    tier: str
+    length: int
+
+
+class Surveyed(Message, frozen=True):
+    """Memory serves `hit` tokens now; with `places` brought as well it would serve `reach`. No promise."""
+
+    rid: int
+    boot: bytes
+    hit: int
+    reach: int
+    places: list[Place]
+
+
+class Fetch(Message, frozen=True):
+    """Bring single places of a prompt into memory from whatever tier has them, and pin them, whether or not they add up
+    to a hit. A hit of `limit` tokens is what they are for.
+
+    `wanted` are (group, chunk position), in the order in which they are of use: where one can't be had, the later ones
+    aren't brought. `tokens` are known from `tokens_from` on, which all of them lie behind. The rest as in Lookup.
+    """
+
+    rid: int
+    namespace: bytes
+    root: bytes
+    tokens: bytes
+    keys: bytes
+    limit: int
+    wanted: list[tuple[int, int]]
+    deadline_ms: int
+    extra: bytes = b""
+    tenant: str = ""
+    tokens_from: int = 0
+
+
+class Fetched(Message, frozen=True):
+    """Those of the wanted chunks that are there, pinned under `lease` (0: none); `pending`: more is under way."""
+
+    rid: int
+    boot: bytes
+    lease: int
+    chunks: list[ChunkRead]
+    pending: bool = False
 
 
 class Join(Message, frozen=True):
@@ -577,11 +642,11 @@ class Cleared(Message, frozen=True):
 
 
 Request = Union[
-    Hello, GetExtents, Register, Lookup, Warm, Hold, Join, Release, Damaged, Reserve, Commit, Abort,
+    Hello, GetExtents, Register, Lookup, Warm, Survey, Fetch, Hold, Join, Release, Damaged, Reserve, Commit, Abort,
     Pin, Unpin, Touch, GetStats, WhatIf, List, Explain, Check, Clear,
 ]  # fmt: skip
 Reply = Union[
-    Welcome, Extents, Registered, Refused, Found, Warmed, Held, Joined, Reserved, Committed, Kept,
+    Welcome, Extents, Registered, Refused, Found, Warmed, Surveyed, Fetched, Held, Joined, Reserved, Committed, Kept,
     Stats, Foreseen, Rows, Explained, Checked, Cleared,
 ]  # fmt: skip
 

@@ -10,7 +10,20 @@ from forebay.kvstore.cascade import Cascade, Load
 from forebay.kvstore.core import Client, StoreCore
 from forebay.kvstore.entry import Entry
 from forebay.kvstore.header import SlotState
-from forebay.kvstore.lookup import Match, Pinned, Prompt, match, offer, pin, promotions, queries
+from forebay.kvstore.lookup import (
+    Match,
+    Pinned,
+    Place,
+    Promotions,
+    Prompt,
+    match,
+    offer,
+    pin,
+    pin_places,
+    place_promotions,
+    promotions,
+    queries,
+)
 from forebay.tiers.base import LoadJob, LookupResult, Query, StoreJob
 
 TIER_ANSWER_S_MAX = 1.0
@@ -94,6 +107,43 @@ class Reader:
         finally:
             self._let_go(loads, held)
 
+    async def survey(self, prompt: Prompt, deadline_ms: int) -> Match:
+        """What memory has and tiers offer of a prompt. Nothing is brought, nothing promised."""
+        found = match(self._core, prompt)
+        if self._tiers and found.hit() < prompt.longest:
+            await self._ask(found, asyncio.get_running_loop().time() + deadline_ms / 1000, set())
+        return found
+
+    async def fetch(
+        self, client: Client, prompt: Prompt, places: Sequence[Place], deadline_ms: int, wanted: Callable[[], bool]
+    ) -> tuple[Pinned, dict[Entry, str], bool]:
+        """As `lookup`, for single places, whether or not they add up to a hit."""
+        until = asyncio.get_running_loop().time() + deadline_ms / 1000
+        found = match(self._core, prompt, places)
+        loads: list[Load] = []
+        held: list[Entry] = []
+        try:
+            if deadline_ms > 0 and self._tiers and found.lacks_any():
+                await self._promote_all(found, until, loads, held)
+            for entry in self._there(match(self._core, prompt, places)):
+                if not entry.verified:
+                    await self.check(entry)
+            pending = any(not load.done for load in loads)
+            if not wanted():
+                return Pinned(0, 0, []), {}, False
+            pinned = pin_places(self._core, client, match(self._core, prompt, places))
+            if not all(entry.verified for entry in pinned.entries):  # doubted this very moment
+                self._core.release(client, [pinned.lease])
+                pinned = Pinned(0, 0, [])
+            return pinned, {load.entry: load.tier for load in loads if load.ok}, pending
+        finally:
+            self._let_go(loads, held)
+
+    def _there(self, found: Match) -> list[Entry]:
+        longest = found.prompt.longest
+        entries = [found.entry(*place, longest) for place in found.only or () if found.has(*place, longest)]
+        return [entry for entry in entries if entry is not None]
+
     async def _promote_all(self, found: Match, until: float, loads: list[Load], held: list[Entry]) -> None:
         """Start and await the loads of the best length; of the next best, if a tier can't keep what it said. What this
         pins is in `loads` and `held` at once, so that the caller lets go of it whatever happens."""
@@ -104,14 +154,28 @@ class Reader:
             if not failed or asyncio.get_running_loop().time() >= until:
                 return
             refused |= failed
-            found = match(self._core, found.prompt)
-            if found.hit() >= found.prompt.longest:
+            found = match(self._core, found.prompt, found.only)
+            served = found.hit() >= found.prompt.longest if found.only is None else not found.lacks_any()
+            if served:
                 return
 
     async def _promote(
         self, found: Match, until: float, loads: list[Load], held: list[Entry], refused: Refused
     ) -> list[Load]:
         """One plan: ask the tiers, load, wait. Returns its loads; those that have not ended are still under way."""
+        await self._ask(found, until, refused)
+        # The table may have changed while tiers answered.
+        fresh = match(self._core, found.prompt, found.only)
+        fresh.offers = found.offers
+        owners = {name: traffic.owner for name, traffic in self._cascade.tiers.items()}
+        plan = (promotions if fresh.only is None else place_promotions)(self._core, fresh, owners)
+        held.extend(plan.held)
+        started = self._start(plan, until, loads)
+        await self._wait(started, until)
+        return started
+
+    async def _ask(self, found: Match, until: float, refused: Refused) -> None:
+        """Note what tiers offer, one after the other, of what is missing."""
         loop = asyncio.get_running_loop()
         for name, tier in self._tiers.items():
             asked = queries(found)
@@ -129,13 +193,11 @@ class Reader:
             nonsense = offer(found, name, places, results)
             if nonsense:
                 self._core.counters.add(f"tier.{name}.impossible_answers", nonsense)
-        # The table may have changed while tiers answered.
-        fresh = match(self._core, found.prompt)
-        fresh.offers = found.offers
-        owners = {name: traffic.owner for name, traffic in self._cascade.tiers.items()}
-        plan = promotions(self._core, fresh, owners)
-        held.extend(plan.held)
-        jobs = [self._cascade.load_job(new, until - loop.time()) for new in plan.new]
+
+    def _start(self, plan: Promotions, until: float, loads: list[Load]) -> list[Load]:
+        """Start what a plan needs; returns all loads that it waits for."""
+        left_s = until - asyncio.get_running_loop().time()
+        jobs = [self._cascade.load_job(new, left_s) for new in plan.new]
         wanted = [new.entry for new in plan.new] + plan.running
         started = [self._cascade.loading[entry] for entry in wanted if entry in self._cascade.loading]
         new_loads = [load for load in started if load not in loads]
@@ -147,7 +209,6 @@ class Reader:
             batch = [job for job_tier, job in jobs if job_tier == name]
             if batch:
                 tier.load(batch)
-        await self._wait(started, until)
         return started
 
     async def _wait(self, loads: list[Load], until: float) -> None:

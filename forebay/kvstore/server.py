@@ -23,10 +23,12 @@ from forebay.kvstore.protocol import (
     REPLIES,
     REQUESTS,
     Check,
+    Fetch,
     Hello,
     Lookup,
     Refused,
     Request,
+    Survey,
     Warm,
 )
 
@@ -36,7 +38,7 @@ GRUMBLE_S = 5.0
 HELLO_BYTES_MAX = 4096
 """Who hasn't said who it is gets no more memory than this."""
 
-FOR_ITS_CLIENT_ALONE = (Check, Lookup, Warm)
+FOR_ITS_CLIENT_ALONE = (Check, Fetch, Lookup, Survey, Warm)
 """Requests that end with their connection. Others change something, and go on to their end."""
 
 Answer = object | Coroutine[Any, Any, object] | None

@@ -47,6 +47,8 @@ from forebay.kvstore.protocol import (
     Explain,
     Explained,
     Extents,
+    Fetch,
+    Fetched,
     Foreseen,
     Found,
     GetExtents,
@@ -57,6 +59,7 @@ from forebay.kvstore.protocol import (
     List,
     Lookup,
     Pin,
+    Place,
     Register,
     Registered,
     Release,
@@ -64,6 +67,8 @@ from forebay.kvstore.protocol import (
     Reserve,
     Rows,
     Stats,
+    Survey,
+    Surveyed,
     Touch,
     Unpin,
     Warm,
@@ -186,6 +191,10 @@ class StoreService:
                 return self._lookup(connection, client, request)
             case Warm():
                 return self._warm(connection, client, request)
+            case Survey():
+                return self._survey(request)
+            case Fetch():
+                return self._fetch(connection, client, request)
             case Reserve() | Commit() | Abort():
                 return self.writing.handle(client, request)
             case Hold() | Join() | Release() | Pin() | Unpin() | Touch() | Clear():
@@ -252,24 +261,25 @@ class StoreService:
         reply = Extents(rid=request.rid, extents=batch, more=len(wanted) > len(batch))
         connection.send(reply, descriptors)
 
-    def _prompt(self, request: Lookup | Explain, limit: int) -> Prompt:
+    def _prompt(self, request: Lookup | Explain | Survey | Fetch, limit: int) -> Prompt:
         """The question of a request, checked. Raises RequestRefused."""
         namespace = known_namespace(self.core, request.namespace)
         most = _tokens_max(namespace)
         if len(request.tokens) > 4 * most or len(request.extra) > EXTRA_BYTES_MAX:
             raise RequestRefused("limits", f"a lookup has at most {most} tokens, in chunks of {namespace.chunk_tokens}")
-        if isinstance(request, Lookup) and len(request.tenant.encode()) > TENANT_BYTES_MAX:
+        tenant = request.tenant if isinstance(request, Lookup | Fetch) else ""
+        if len(tenant.encode()) > TENANT_BYTES_MAX:
             raise RequestRefused("limits", f"a tenant's id has at most {TENANT_BYTES_MAX} bytes")
         if len(request.root) != KEY_BYTES:
             raise RequestRefused("limits", f"a chain begins at a key of {KEY_BYTES} bytes")
-        if isinstance(request, Lookup):
-            keys = request.keys
-        else:
+        if isinstance(request, Explain):
             keys = chunk_keys(request.root, request.tokens, namespace.chunk_tokens, request.extra)
-        lease_s, tenant = (request.lease_ms / 1000, request.tenant) if isinstance(request, Lookup) else (0.0, "")
+        else:
+            keys = request.keys
+        lease_s = request.lease_ms / 1000 if isinstance(request, Lookup) else 0.0
         prompt = Prompt(
             request.namespace, namespace, request.root, request.tokens, keys, limit, request.extra, lease_s, tenant,
-            request.tokens_from if isinstance(request, Lookup) else 0,
+            request.tokens_from if isinstance(request, Lookup | Fetch) else 0,
         )  # fmt: skip
         if not 0 <= prompt.tokens_from <= most or prompt.tokens_from % namespace.chunk_tokens:
             raise RequestRefused("limits", f"tokens from {prompt.tokens_from} on don't begin where a chunk does")
@@ -293,6 +303,32 @@ class StoreService:
             client, prompt, _patience_ms(request), lambda: not connection.closed
         )
         return self._found(request, prompt, pinned, origins, pending)
+
+    async def _survey(self, request: Survey) -> Surveyed:
+        prompt = self._prompt(request, request.limit)
+        found = await self.reader.survey(prompt, _patience_ms(request))
+        reach = found.hit_with_offers()
+        lacking = [place for place in found.needed(reach) if not found.has(*place, reach)]
+        places = [Place(*place, found.offers[place].tier, found.offers[place].length) for place in lacking]
+        return Surveyed(rid=request.rid, boot=self.boot, hit=found.hit(), reach=reach, places=places)
+
+    async def _fetch(self, connection: Connection, client: Client, request: Fetch) -> Fetched:
+        prompt = self._prompt(request, request.limit)
+        size, groups = prompt.namespace.chunk_tokens, len(prompt.namespace.groups)
+        check_batch(len(request.wanted))
+        for group, position in request.wanted:
+            known = prompt.tokens_from <= position * size and position < prompt.positions
+            if not (0 <= group < groups and known):
+                raise RequestRefused("limits", f"position {position} of group {group} is no place of this prompt")
+        places = list(dict.fromkeys(request.wanted))
+        pinned, origins, pending = await self.reader.fetch(
+            client, prompt, places, _patience_ms(request), lambda: not connection.closed
+        )
+        self.core.counters.add("store.fetches")
+        if self.cascade.counts_hits:
+            asyncio.get_running_loop().call_soon(self._hit, pinned.entries)
+        chunks = _reads(pinned.entries, origins)
+        return Fetched(rid=request.rid, boot=self.boot, lease=pinned.lease, chunks=chunks, pending=pending)
 
     async def _warm(self, connection: Connection, client: Client, request: Warm) -> Warmed:
         namespace = known_namespace(self.core, request.namespace)
@@ -327,13 +363,7 @@ class StoreService:
         if self.cascade.counts_hits:
             asyncio.get_running_loop().call_soon(self._hit, pinned.entries)
         from_tier = _tokens_by_tier(prompt, pinned, origins)
-        chunks = [
-            ChunkRead(
-                entry.group, entry.start, entry.token_count, entry.slot.extent, entry.slot.offset,
-                entry.payload_offset, entry.payload_length, entry.generation, entry.key, origins.get(entry, ""),
-            )
-            for entry in pinned.entries
-        ]  # fmt: skip
+        chunks = _reads(pinned.entries, origins)
         return Found(
             rid=request.rid, boot=self.boot, lease=pinned.lease, hit=pinned.hit, chunks=chunks,
             from_tier=from_tier, pending=pending, lease_ms=int(self.core.lease_seconds(prompt.lease_s) * 1000),
@@ -493,6 +523,17 @@ def _tokens_max(namespace: Namespace) -> int:
     return min(LOOKUP_TOKENS_MAX, LOOKUP_CHUNKS_MAX * namespace.chunk_tokens)
 
 
+def _reads(entries: Sequence[Entry], origins: dict[Entry, str]) -> list[ChunkRead]:
+    """Pinned chunks as a client reads them."""
+    return [
+        ChunkRead(
+            entry.group, entry.start, entry.token_count, entry.slot.extent, entry.slot.offset,
+            entry.payload_offset, entry.payload_length, entry.generation, entry.key, origins.get(entry, ""),
+        )
+        for entry in entries
+    ]  # fmt: skip
+
+
 def _tokens_by_tier(prompt: Prompt, pinned: Pinned, origins: dict[Entry, str]) -> dict[str, int]:
     """Tokens of a hit that tiers had to bring, by tier; a position that several groups lacked counts once."""
     from_tier: dict[str, int] = {}
@@ -507,7 +548,7 @@ def _tokens_by_tier(prompt: Prompt, pinned: Pinned, origins: dict[Entry, str]) -
     return from_tier
 
 
-def _patience_ms(request: Lookup | Warm) -> int:
+def _patience_ms(request: Lookup | Warm | Survey | Fetch) -> int:
     return min(request.deadline_ms, int(DEADLINE_S_MAX * 1000))
 
 

@@ -4,6 +4,9 @@
        ^        \\--no load wanted--------------^  |
        \\------------------preempt----------------/
 
+A request with a cut runs while it is being loaded, as long as there is something before the load for it to compute;
+else it is LOADING, until its load has ended or isn't worth waiting for. It isn't preempted meanwhile.
+
 Four invariants, and why they hold:
 
 I1  Who holds blocks never waits behind one that holds none: a plan serves RUNNING requests first, and
@@ -38,6 +41,7 @@ class BatchScheduler:
         self._memory = memory
         self._waiting = WaitingQueue(limits.waiting)
         self._loading: dict[Hashable, Request] = {}
+        self._cut: dict[Hashable, Request] = {}
         self._ready: list[Request] = []
         self._running: list[Request] = []
         self._submitted = 0
@@ -52,10 +56,22 @@ class BatchScheduler:
         self._waiting.push(request)
         self._submitted += 1
 
+    def load_opened(self, key: Hashable) -> None:
+        """There is something for `key` to compute while it is being loaded. Does nothing unless it is LOADING."""
+        request = self._loading.get(key)
+        if request is not None and request.state is RequestState.LOADING:
+            self._cut[key] = self._loading.pop(key)
+            self._ready.append(request)
+
     def load_ended(self, key: Hashable) -> Request | None:
         """The load of `key` ended, well or not, and `computed` says how far it got. Returns the request, or
-        None if it was cancelled meanwhile; its blocks are then released."""
+        None if it was cancelled or has finished meanwhile; its blocks are then released."""
+        request = self._cut.pop(key, None)
+        if request is not None:
+            request.loading = False
+            return request
         request = self._loading.pop(key)
+        request.loading = False
         if request.state is RequestState.FINISHED:
             self._memory.release(request)
             return None
@@ -63,10 +79,13 @@ class BatchScheduler:
         return request
 
     def finish(self, request: Request) -> None:
-        """A running request is done."""
+        """A running request is done. If it is still being loaded, its blocks stay until that has ended."""
         (self._ready if request in self._ready else self._running).remove(request)
         request.state = RequestState.FINISHED
-        self._memory.release(request)
+        if request.loading:
+            self._loading[request.key] = self._cut.pop(request.key)
+        else:
+            self._memory.release(request)
 
     def cancel(self, key: Hashable) -> Request | None:
         """Stop a request, wherever it is. None if nobody has this key. The blocks of one that is LOADING
@@ -123,12 +142,24 @@ class BatchScheduler:
         if request.state is not RequestState.RUNNING or plan.budget == 0:
             return
         count = min(request.remaining, plan.budget, self.limits.prefill_tokens or plan.budget)
+        if request.cut:
+            count = self._memory.claim(request, count)
+            if count == 0:
+                self._park(request)
+                return
         if request.fresh:
             count = min(count, plan.fresh_budget)
         if count == 0:
             plan.blocked = True
         elif self._make_room(request, request.computed + count, plan):
             plan.add(request, count)
+
+    def _park(self, request: Request) -> None:
+        """There is nothing to do for it before its load gets on."""
+        assert request.loading, request.key
+        self._running.remove(request)
+        request.state = RequestState.LOADING
+        self._loading[request.key] = self._cut.pop(request.key)
 
     def _make_room(self, request: Request, upto: int, plan: Plan) -> bool:
         """Get blocks, by preemption if need be. False: `request` sits this step out."""
@@ -147,10 +178,11 @@ class BatchScheduler:
 
     def _victim(self, request: Request, plan: Plan) -> Request | None:
         """The last in rank of those that run and aren't in this plan; maybe `request` itself, unless it is the
-        only one: then its blocks are with LOADING requests, whose loads end."""
-        candidates = [r for r in self._running if not plan.includes(r)]
+        only one: then its blocks are with requests that are being loaded, which ends."""
+        settled = [r for r in self._running if not r.loading]
+        candidates = [r for r in settled if not plan.includes(r)]
         last = candidates[-1] if candidates else None
-        return None if last is request and len(self._running) == 1 else last
+        return None if last is request and len(settled) == 1 else last
 
     def _preempt(self, victim: Request, plan: Plan) -> None:
         self._running.remove(victim)
@@ -169,7 +201,7 @@ class BatchScheduler:
                 return
             self._waiting.pop()
             if admission.load:
-                request.state = RequestState.LOADING
+                request.state, request.loading = RequestState.LOADING, True
                 self._loading[request.key] = request
                 plan.loads.append(request)
             else:

@@ -41,6 +41,11 @@ class Memory(Protocol):
         """Blocks for the tokens [computed, upto). Takes all of them or nothing."""
         ...
 
+    def claim(self, request: Request, count: int) -> int:
+        """For a request with a `cut`: how many of its next `count` tokens are to be computed now; 0 says to wait for
+        its load. Where the two have met, sets `request.computed` behind what was loaded, and ends the cut."""
+        ...
+
     def release(self, request: Request) -> None:
         """Let go of all blocks, after what is worth keeping has been handed to the store."""
         ...

@@ -8,7 +8,8 @@ from enum import Enum
 
 
 class RequestState(Enum):
-    """WAITING holds no blocks; LOADING and RUNNING do; a FINISHED one may until its load has ended."""
+    """WAITING holds no blocks; LOADING and RUNNING do; a FINISHED one may until its load has ended. LOADING waits for
+    its load; one with a `cut` runs as well while the rest is being loaded."""
 
     WAITING = "waiting"
     LOADING = "loading"
@@ -24,6 +25,9 @@ class Request:
     device. A request is due for sampling when all known tokens have been fed. A smaller `priority` goes
     first, but who has waited longer gains on it (see `Limits.ageing_s`). A `fresh` one takes nothing from any
     cache: the logits of its every position are wanted, so every position is computed.
+
+    While `loading`, somebody may still write into its blocks: they stay. One with a `cut` is computed from its front
+    while it is loaded from its back, and asks before each step how far it may go (`Memory.claim`).
     """
 
     key: Hashable
@@ -31,6 +35,8 @@ class Request:
     prompt_tokens: int
     priority: int = 0
     fresh: bool = False
+    cut: bool = False
+    loading: bool = False
     standing: float = 0.0
     order: int = -1
     computed: int = 0

@@ -150,6 +150,8 @@ class Cluster:
         arguments = [
             "worker", str(self.model), "--listen", f"unix://{self.folder}/{name}.sock", "--dtype", self.dtype,
             "--chunk-tokens", str(self.chunk_tokens), "--device-memory", self.device_memory,
+            # Who counts hits wants all of what is stored to be loaded, however long that takes.
+            "--prefixes", "load",
         ]  # fmt: skip
         if store:
             arguments += ["--store", self.store_address]

@@ -92,8 +92,7 @@ class Assembled:
             values.update(_pool_gauges(shape.geometry.name, pool))
         if self.transfer is not None:
             values.update(self.transfer.counters.values())
-            values["push.queue.bytes"] = self.transfer.queue.bytes
-            values["push.queue.chunks"] = len(self.transfer.queue)
+            values.update(self.transfer.gauges())
             values["pushes.running"] += self.transfer.pushes_running
         return values
 
@@ -174,6 +173,7 @@ def _transfer(
         label=config.model_label,
         lookup_deadline_ms=config.lookup_deadline_ms,
         queue_bytes_max=config.push_queue_bytes,
+        prefixes=config.prefixes,
     )
     return Transfer(settings, shapes, pools, inbox.put, trace=trace)
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forebay.kvstore.identity import root_key
 from forebay.scheduler.batch import BatchScheduler
-from forebay.scheduler.plan import Plan
+from forebay.scheduler.plan import Plan, Work
 from forebay.scheduler.request import Request, RequestState
 from forebay.scheduler.waiting import QueueFull
 from forebay.workers.adjusting import Logits
@@ -21,11 +21,11 @@ from forebay.workers.generation import Bounds, Generation, RequestKey, begin
 from forebay.workers.guiding import Compiled, Compiler
 from forebay.workers.inbox import Inbox
 from forebay.workers.messages import CancelRequest, Disconnected, Message, Stop, Submit
-from forebay.workers.moves import Pulled, Pushed, StoreChanged
+from forebay.workers.moves import DEVICE, Opened, Pulled, Pushed, StoreChanged
 from forebay.workers.outbox import Outbox
 from forebay.workers.protocol import BUSY, FinishReason, Generate
-from forebay.workers.pulling import DEVICE
 from forebay.workers.pulse import Pulse
+from forebay.workers.rates import PrefillRate
 from forebay.workers.sealing import DeviceMemory
 from forebay.workers.stepping import Stepper
 from forebay.workers.tracing import NO_TRACE, Trace
@@ -65,6 +65,7 @@ class Engine:
         self._parts = parts
         self._generations: dict[Hashable, Generation] = {}
         self._compiling: dict[Hashable, Generation] = {}
+        self._cutting: dict[Hashable, Request] = {}
         self._settling: dict[Hashable, tuple[RequestKey, FinishReason]] = {}
         self._stopping = False
         self.unsealed = False
@@ -111,6 +112,9 @@ class Engine:
             self._load(request)
         for request in plan.started:
             self._announce(request)
+        for request in [request for request in self._cutting.values() if not request.cut]:
+            del self._cutting[request.key]
+            self._announce_cut(request)
         for request in plan.preempted:
             log.info("request %s was preempted at %d tokens", request.key, len(request.tokens))
             self._parts.trace.phase(request.key, "waiting", preempted=True)
@@ -150,6 +154,8 @@ class Engine:
                     self._cancel(key)
             case Compiled():
                 self._compiled(message)
+            case Opened():
+                self._opened(message)
             case Pulled():
                 self._loaded(message)
             case Pushed():
@@ -228,6 +234,7 @@ class Engine:
         if generation is not None:
             cancelled = self._parts.scheduler.cancel(key)
             assert cancelled is generation.request
+            self._cutting.pop(key, None)
             self._forget(generation.request)
         elif self._compiling.pop(key, None) is None:
             return
@@ -263,23 +270,56 @@ class Engine:
                 self._generations[request.key].sources = pulled.sources
         if self._parts.scheduler.load_ended(pulled.request) is None:
             self._forget(request)
+            self._tell_settled(pulled.request)
+
+    def _opened(self, opened: Opened) -> None:
+        """A request's prefix is being loaded from its back: it may be worth computing its front meanwhile."""
+        request = self._parts.scheduler.find(opened.request)
+        assert request is not None, opened.request
+        if request.state is RequestState.FINISHED:
+            opened.cut.close()
+            return
+        if opened.part is not None:
+            self._parts.memory.holdings.open(request, opened.cut, opened.part)
+            self._cutting[request.key] = request
+        if opened.part is None or opened.cut.wakes():
+            self._parts.scheduler.load_opened(opened.request)
 
     def _announce(self, request: Request) -> None:
         """Say once how much of the prompt came from where; count it every time."""
         generation = self._generations.get(request.key)
         assert generation is not None, request.key
+        if request.key in self._cutting:  # how much is told when its two ends have met
+            self._parts.trace.phase(request.key, "prefill", loading=request.loading)
+            return
         if request.state is not RequestState.RUNNING:  # preempted before it ever ran: its turn comes again
             generation.sources = {}
             return
         sources = generation.sources or ({DEVICE: request.computed} if request.computed else {})
         generation.sources = {}
-        self._parts.trace.phase(request.key, "prefill", cached=request.computed)
         assert sum(sources.values()) == request.computed, (sources, request.computed)
+        self._tell_cached(generation, sources)
+
+    def _announce_cut(self, request: Request) -> None:
+        """The same where a part of the prefix was computed while the rest was loaded."""
+        generation = self._generations[request.key]
+        if request.state is not RequestState.RUNNING:
+            return
+        holding = self._parts.memory.holdings.holding(request)
+        assert sum(holding.cached.values()) + holding.recomputed == request.computed, (holding.cached, request.computed)
+        self._parts.counters.add("cut.joined")
+        self._parts.counters.add("tokens.computed_though_stored", holding.recomputed)
+        self._tell_cached(generation, holding.cached)
+
+    def _tell_cached(self, generation: Generation, sources: Mapping[str, int]) -> None:
+        cached = sum(sources.values())
+        self._parts.trace.phase(generation.key, "prefill", cached=cached)
         for name, tokens in sources.items():
             self._parts.counters.add(f"cached.{name}", tokens)
+        self._parts.counters.add("tokens.loaded", cached - sources.get(DEVICE, 0))
         if not generation.started:
             generation.started = True
-            self._parts.outbox.started(generation.key, request.computed, sources)
+            self._parts.outbox.started(generation.key, cached, sources)
 
     # --- a step ------------------------------------------------------------------------------------------
 
@@ -306,6 +346,8 @@ class Engine:
         self._step_began = None
         counters.add("steps")
         counters.add("step.seconds", time.monotonic() - began)
+        if self._parts.transfer is not None and prefilled:
+            _measure(self._parts.transfer.rates.prefill, works, time.monotonic() - began)
         counters.add("tokens.decoded", decoded)
         counters.add("tokens.prefilled", prefilled)
 
@@ -336,8 +378,10 @@ class Engine:
             self._parts.outbox.finished(generation.key, reason)
 
     def _tell_settled(self, key: Hashable) -> None:
-        """Its last push is answered (each is, in bounded time): now the end may be told."""
-        if key in self._settling and not self._parts.memory.unanswered[key]:
+        """Its last push is answered (each is, in bounded time), and nothing is loaded for it any more: now the end may
+        be told."""
+        held = key in self._settling and self._parts.scheduler.find(key) is not None
+        if key in self._settling and not held and not self._parts.memory.unanswered[key]:
             self._parts.outbox.finished(*self._settling.pop(key))
 
     # --- the end -----------------------------------------------------------------------------------------
@@ -348,3 +392,10 @@ class Engine:
         for request in self._parts.scheduler.active():
             self._parts.memory.store(request, tail=True)
         self._parts.flush_events()
+
+
+def _measure(rate: PrefillRate, works: Sequence[Work], seconds: float) -> None:
+    """Tell what a step took that fed prompts. Several prompts count as one at their mean position."""
+    fed = sum(work.count for work in works)
+    middle = sum(work.count * (work.start + work.end) for work in works) / (2 * fed)
+    rate.step(max(0.0, middle - fed / 2), fed, seconds)

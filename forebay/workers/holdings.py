@@ -7,7 +7,7 @@ request's footprint from admission on, whatever others do (see `block_pool`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,7 +15,8 @@ from forebay.kvstore.identity import MATCH_UNIT, Chain, GroupGeometry, pack_toke
 from forebay.scheduler.memory import Admission, Growth
 from forebay.scheduler.request import Request
 from forebay.workers.block_pool import NO_BLOCK, GroupPool
-from forebay.workers.moves import GroupRoom, Pull, Pulled
+from forebay.workers.cut import MET, Cut
+from forebay.workers.moves import DEVICE, GroupRoom, Pull, Pulled
 from forebay.workers.prefix import DevicePrefix, GroupShape, device_prefix, units_of
 
 
@@ -34,8 +35,9 @@ class PoolListener(Protocol):
 @dataclass(slots=True, eq=False)
 class Holding:
     """Blocks and keys of one request. `stored` is how far its tokens are known to be with the store (or
-    on their way); `spare` and `extra` exist while a load is under way. `retain_s` is how long the store is to
-    keep its chunks."""
+    on their way); `spare` and `extra` exist while a load is under way, the latter until a `cut` is joined.
+    `cached` says where what wasn't computed came from, `recomputed` how many stored tokens a cut computed.
+    `retain_s` is how long the store is to keep its chunks."""
 
     chain: Chain
     tenant: str
@@ -45,6 +47,9 @@ class Holding:
     spare: list[list[int]] = field(default_factory=list)
     extra: list[dict[int, int]] = field(default_factory=list)
     trimmed: list[int] = field(default_factory=list)
+    cut: Cut | None = None
+    cached: dict[str, int] = field(default_factory=dict)
+    recomputed: int = 0
     sealed_units: int = 0
     stored: int = 0
 
@@ -220,13 +225,61 @@ class Holdings:
         What was loaded becomes findable with the request's first step, after its client has been answered.
         """
         holding = self._held[request.key]
+        if holding.cut is None:
+            self._take_over(request, holding, pulled)
+        self._give_back_all(holding, len(request.tokens))
+
+    def open(self, request: Request, cut: Cut, part: Pulled) -> None:
+        """Adopt what host memory had, and set blocks aside for what will be loaded from the back."""
+        holding = self._held[request.key]
+        self._take_over(request, holding, part)
+        assert request.computed == cut.start, (request.computed, cut.start)
+        for group, (shape, pool) in enumerate(self._groups()):
+            if shape.windowed:  # what the window of `part` took of them is made up for
+                wanted = sum(piece.units(group) for piece in cut.pieces) - len(holding.spare[group])
+                # The front's window, and what a step adds to it, stay promised.
+                held = len(holding.tables[group]) - holding.trimmed[group]
+                kept = max(0, shape.units_behind + units_of(shape.step_tokens) + 2 - held)
+                count = min(wanted, pool.takeable, holding.credit[group] - kept)
+                holding.spare[group] += [self._spend(holding, group) for _ in range(max(0, count))]
+        cut.open(holding.spare)
+        holding.cut, holding.recomputed, request.cut = cut, 0, True
+        on_device = {DEVICE: cut.start} if cut.start else {}
+        holding.cached = dict(part.sources) if part.hit == cut.start else on_device
+
+    def claim(self, request: Request, count: int) -> int:
+        """See `Memory.claim`."""
+        holding = self._held[request.key]
+        assert holding.cut is not None
+        claimed = holding.cut.claim(request.computed, count)
+        if claimed == MET:
+            self._join(request, holding, holding.cut)
+            claimed = min(count, request.remaining)
+        return claimed
+
+    def _join(self, request: Request, holding: Holding, cut: Cut) -> None:
+        """The ends have met: what was loaded follows what was computed."""
+        landed = cut.close()
+        units = cut.end // MATCH_UNIT
+        for group in range(len(self.pools)):
+            self._lengthen(holding, group, units, landed.placed[group])
+            assert self.shapes[group].windowed or NO_BLOCK not in holding.tables[group], "the ends have not met"
+        for name, tokens in landed.sources().items():
+            holding.cached[name] = holding.cached.get(name, 0) + tokens
+        holding.recomputed = request.computed - cut.start
+        if request.computed < cut.end:
+            holding.stored = cut.end
+        request.computed = cut.end
+        holding.cut, request.cut = None, False
+        self._give_back_all(holding, len(request.tokens))
+
+    def _take_over(self, request: Request, holding: Holding, pulled: Pulled) -> None:
+        """Lengthen the tables by what a pull brought, if it gained anything."""
         gained = pulled.hit > request.computed
         units = (pulled.hit if gained else request.computed) // MATCH_UNIT
         for group in range(len(self.pools)):
             if gained:
                 self._adopt(holding, group, units, pulled.placed[group])
-            self._give_back(holding, group, len(request.tokens))
-        holding.spare, holding.extra = [], []
         if gained:
             request.computed = pulled.hit
             holding.stored = pulled.hit
@@ -234,10 +287,15 @@ class Holdings:
             holding.stored = min(pulled.stored, request.computed)
 
     def _adopt(self, holding: Holding, group: int, units: int, placed: dict[int, int]) -> None:
-        """Lengthen a table to `units`, with what was loaded and what the device had anyway."""
-        table, extra, spare = holding.tables[group], holding.extra[group], holding.spare[group]
+        """Take what was loaded out of the spare blocks, into the table."""
+        spare = holding.spare[group]
         assert list(placed.values()) == spare[: len(placed)], "spare blocks are taken in order"
         del spare[: len(placed)]
+        self._lengthen(holding, group, units, placed)
+
+    def _lengthen(self, holding: Holding, group: int, units: int, placed: Mapping[int, int]) -> None:
+        """Lengthen a table to `units`, with what was loaded and what the device had anyway."""
+        table, extra = holding.tables[group], holding.extra[group]
         first = self.shapes[group].first_unit(units * MATCH_UNIT)
         for unit in range(len(table), units):
             if unit in placed:
@@ -251,13 +309,25 @@ class Holdings:
             start -= 1
         self._let_go_until(holding, group, start)
 
+    def _give_back_all(self, holding: Holding, tokens: int) -> None:
+        """Nobody writes into spare blocks any more: they are promises again. What the device had anyway is kept for as
+        long as a cut may use it."""
+        for group in range(len(self.pools)):
+            self._give_back(holding, group, tokens)
+        holding.spare = []
+        if holding.cut is None:
+            holding.extra = []
+
     def _give_back(self, holding: Holding, group: int, tokens: int) -> None:
         pool = self.pools[group]
-        for block in holding.extra[group].values():
-            pool.drop(block)
-        for block in holding.spare[group]:
+        if holding.cut is None and holding.extra:
+            for block in holding.extra[group].values():
+                pool.drop(block)
+        for block in holding.spare[group] if holding.spare else ():
             self._let_go(holding, group, block)
         held = len(holding.tables[group]) - holding.trimmed[group]
+        if holding.cut is not None:
+            held += len(holding.cut.close().placed[group])
         excess = held + holding.credit[group] - self.shapes[group].footprint(tokens)
         excess = min(max(excess, 0), holding.credit[group])
         pool.unreserve(excess)
@@ -268,6 +338,8 @@ class Holdings:
     def grow(self, request: Request, upto: int) -> Growth:
         """See `Memory.grow`."""
         holding = self._held[request.key]
+        if holding.cut is not None and holding.spare:
+            return self._grow_in_cut(holding, holding.cut, upto)
         wanted = []
         for group, pool in enumerate(self.pools):
             count = units_of(upto) - len(holding.tables[group])
@@ -285,6 +357,25 @@ class Holdings:
                 holding.tables[group].append(self._spend(holding, group))
         return Growth.READY
 
+    def _grow_in_cut(self, holding: Holding, cut: Cut, upto: int) -> Growth:
+        """The same while blocks are set aside for the back: who claims a unit uses the block that was meant for it. All
+        of it was reserved at admission."""
+        counts = [max(0, units_of(upto) - len(table)) for table in holding.tables]
+        taken: list[list[int]] = []
+        for group, (shape, count) in enumerate(zip(self.shapes, counts, strict=True)):
+            # A window's spare blocks are for the other window, as long as there are others.
+            own = min(count, holding.credit[group], max(0, self.pools[group].takeable)) if shape.windowed else 0
+            taken.append(cut.spend(group, count - own))
+        missing = [count - len(mine) for count, mine in zip(counts, taken, strict=True)]
+        if any(lack > min(c, p.takeable) for lack, c, p in zip(missing, holding.credit, self.pools, strict=True)):
+            for group, mine in enumerate(taken):
+                cut.refund(group, mine)
+            assert all(lack <= c for lack, c in zip(missing, holding.credit, strict=True)), "a prefill is short"
+            return Growth.DRAINING
+        for group, mine in enumerate(taken):
+            holding.tables[group] += mine + [self._spend(holding, group) for _ in range(missing[group])]
+        return Growth.READY
+
     def register(self, request: Request) -> None:
         """Make all units findable that `request` has completed."""
         self._register(request, self._held[request.key], request.computed // MATCH_UNIT)
@@ -298,18 +389,21 @@ class Holdings:
     def drop_all(self, request: Request) -> None:
         """Let go of everything; ends of prefixes are evicted before their beginnings."""
         holding = self._held[request.key]
+        landed = None if holding.cut is None else holding.cut.close()
         for group, pool in enumerate(self.pools):
             spare = holding.spare[group] if holding.spare else []
             extra = holding.extra[group].values() if holding.extra else ()
             for block in (
                 *spare,
                 *extra,
+                *(landed.placed[group].values() if landed is not None else ()),
                 *reversed(holding.tables[group][holding.trimmed[group] :]),
             ):
                 pool.drop(block)
             pool.unreserve(holding.credit[group])
         holding.tables, holding.credit, holding.trimmed = [], [], []
         holding.spare, holding.extra = [], []
+        holding.cut, request.cut = None, False
         holding.sealed_units = 0
 
     # --- small steps -----------------------------------------------------------------------------------

@@ -6,6 +6,10 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from forebay.kvstore.protocol import NewChunk
+from forebay.workers.cut import Cut
+
+HOST, DEVICE = "host", "device"
+"""Where KV may come from, beside tiers, which go by their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,17 @@ class Pulled:
     placed: tuple[dict[int, int], ...]
     sources: dict[str, int] = field(default_factory=dict)
     stored: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A prefix is loaded from its back; the engine may compute from its front, as far as the table `cut` lets it. The
+    first one for a request brings what host memory had at once (`part`), and asks for blocks; the others say that to
+    wait any longer isn't worth it. A `Pulled` that gains nothing ends the loading."""
+
+    request: Hashable
+    cut: Cut
+    part: Pulled | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,12 +45,12 @@ class GroupShape:
     def footprint(self, tokens: int) -> int:
         """Blocks that a request of `tokens` tokens holds at most at once, one tail block included.
 
-        In a window group: its window, and what one step or the loading of another window adds to it.
+        In a window group: its window, what one step adds to it, and another window that is loaded meanwhile.
         """
         whole = units_of(tokens) + 1
         if not self.windowed:
             return whole
-        return min(whole, self.units_behind + max(units_of(self.step_tokens), self.units_behind) + 2)
+        return min(whole, 2 * self.units_behind + units_of(self.step_tokens) + 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,8 @@
 """One pull: look up and pin, copy what the device lacks, verify it, let go.
 
+What host memory has is copied at once. Of what tiers have beyond that, `cutting` loads as much as is worth it, last
+piece first, while the engine computes from the front.
+
 Whatever is wrong with a chunk makes the hit shorter, never the answer: the chunk is reported and the store is
 asked again, which then knows one chunk less.
 """
@@ -8,20 +11,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from forebay.errors import CorruptChunk, StoreError, StoreUnavailable
+from forebay.errors import RequestRefused, StoreError
 from forebay.kvstore.client import AsyncStoreClient
 from forebay.kvstore.identity import MATCH_UNIT
 from forebay.kvstore.layout import needed_from
-from forebay.kvstore.protocol import BATCH_ITEMS_MAX, ChunkRead, Found
+from forebay.kvstore.protocol import BATCH_ITEMS_MAX, Found, Surveyed
+from forebay.workers.config import Prefixes
 from forebay.workers.copying import Copier
 from forebay.workers.counters import Counters
-from forebay.workers.moves import Pull, Pulled
+from forebay.workers.cutting import Cutter
+from forebay.workers.moves import DEVICE, HOST, Opened, Pull, Pulled
 from forebay.workers.prefix import GroupShape
+from forebay.workers.rates import Rates
+from forebay.workers.reading import Copy, Reading, missing_runs
 
 ATTEMPTS_MAX = 3
 """Lookups of one pull, when chunks turn out to be damaged."""
@@ -29,66 +35,102 @@ ATTEMPTS_MAX = 3
 GRACE_S = 1.0
 """How much longer than the store's own deadline a lookup may take before its store counts as hung."""
 
-TURN_S = 0.001
-"""A copy gives others their turn after this long."""
-
-HOST = "host"
-DEVICE = "device"
-
 log = logging.getLogger(__name__)
+
+__all__ = ["DEVICE", "HOST", "Copy", "Puller", "missing_runs", "plan_copies", "sources_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """Granules [first, first + len(blocks)) of one pinned chunk, and the blocks that they go into."""
+class PullRules:
+    """`deadline_ms` is how long tiers may take; `prefixes` what is done with what they have."""
 
-    chunk: ChunkRead
-    first: int
-    units: range
-    blocks: tuple[int, ...]
+    deadline_ms: int
+    prefixes: Prefixes = "cut"
 
 
 class Puller:
-    """Serves pulls from one loop. Copies run on the loop's thread: a hand-over would cost more than most of
-    them take; between chunks others get their turn."""
+    """Serves pulls from one loop. `deliver` tells the engine of cuts that it may begin with."""
 
     def __init__(
         self,
         client: AsyncStoreClient,
         shapes: Sequence[GroupShape],
         copiers: Sequence[Copier],
-        deadline_ms: int,
+        rules: PullRules,
         counters: Counters,
+        rates: Rates,
+        deliver: Callable[[Opened], None],
     ) -> None:
         self._client = client
         self._shapes = tuple(shapes)
-        self._copiers = tuple(copiers)
-        self._deadline_ms = deadline_ms
+        self._rules = rules
         self._counters = counters
+        self._reading = Reading(client, copiers, counters)
+        self.cutter = Cutter(client, self._reading, shapes, rates, counters, deliver, rules.deadline_ms)
 
     async def pull(self, namespace_id: bytes, pull: Pull) -> Pulled:
         """Never raises for what a store may do: a failed pull brings nothing."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + self._deadline_ms / 1000
-        nothing = Pulled(pull.request, 0, tuple({} for _ in self._shapes))
         try:
-            for _ in range(ATTEMPTS_MAX):
-                left_ms = max(0, int((end - loop.time()) * 1000))
-                found = await self._lookup(namespace_id, pull, left_ms)
-                self._retain(pull, found)
-                try:
-                    pulled = await self._copy_found(pull, found)
-                finally:
-                    if found.lease:  # soon, not now: the request that waits comes first
-                        loop.call_soon(self._let_go, found.lease)
-                if pulled is not None:
-                    return pulled
+            if self._rules.prefixes == "compute":
+                return self._nothing(pull)
+            if self._rules.prefixes == "load" or self.cutter.busy:
+                return await self._pull_found(namespace_id, pull, self._rules.deadline_ms)
+            return await self._pull_cut(namespace_id, pull)
         except TimeoutError:
             self._counters.add("loads.timeouts")
         except StoreError as error:
             self._counters.add("loads.failed")
             log.debug("a pull failed: %s", error)
-        return nothing
+        return self._nothing(pull)
+
+    async def _pull_cut(self, namespace_id: bytes, pull: Pull) -> Pulled:
+        """What host memory has, at once; of what tiers have beyond, what is worth it."""
+        part = await self._pull_found(namespace_id, pull, 0)
+        have = max(part.hit, pull.device_hit)
+        if have >= pull.limit:
+            return part
+        surveyed = await self._survey(namespace_id, pull)
+        # What tiers have needn't be stored again, even where it isn't loaded.
+        part = replace(part, stored=None if surveyed is None else max(part.hit, surveyed.reach))
+        if surveyed is None or surveyed.reach <= have:
+            return part
+        return await self.cutter.load(namespace_id, pull, part, surveyed.reach, surveyed.places)
+
+    async def _survey(self, namespace_id: bytes, pull: Pull) -> Surveyed | None:
+        """How far tiers reach; None if the store doesn't know or say."""
+        deadline_ms = self._rules.deadline_ms
+        if deadline_ms == 0:
+            return None
+        try:
+            async with asyncio.timeout(deadline_ms / 1000 + GRACE_S):
+                return await self._client.survey(
+                    namespace_id, pull.root, pull.tokens, pull.keys, limit=pull.limit, deadline_ms=deadline_ms
+                )
+        except TimeoutError:
+            self._counters.add("loads.timeouts")
+        except RequestRefused as error:
+            log.warning("the store doesn't say how far its tiers reach: %s", error)
+        return None
+
+    async def _pull_found(self, namespace_id: bytes, pull: Pull, deadline_ms: int) -> Pulled:
+        """Copy the longest prefix that a lookup finds within its deadline."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + deadline_ms / 1000
+        for _ in range(ATTEMPTS_MAX):
+            left_ms = max(0, int((end - loop.time()) * 1000))
+            found = await self._lookup(namespace_id, pull, left_ms)
+            self._retain(pull, found)
+            try:
+                pulled = await self._copy_found(pull, found)
+            finally:
+                if found.lease:  # soon, not now: the request that waits comes first
+                    loop.call_soon(self.cutter.release, found.lease)
+            if pulled is not None:
+                return pulled
+        return self._nothing(pull)
+
+    def _nothing(self, pull: Pull, stored: int | None = None) -> Pulled:
+        return Pulled(pull.request, 0, tuple({} for _ in self._shapes), stored=stored)
 
     def _retain(self, pull: Pull, found: Found) -> None:
         """What the request goes on from is kept as long as what it adds."""
@@ -97,12 +139,6 @@ class Puller:
             for at in range(0, len(chunks), BATCH_ITEMS_MAX):
                 some = chunks[at : at + BATCH_ITEMS_MAX]
                 self._client.touch_soon(some, tenant=pull.tenant, retain_s=pull.retain_s)
-
-    def _let_go(self, lease: int) -> None:
-        try:
-            self._client.release([lease])
-        except StoreError as error:
-            log.debug("a lease ended with its connection: %s", error)
 
     async def _lookup(self, namespace_id: bytes, pull: Pull, deadline_ms: int) -> Found:
         self._counters.add("lookups")
@@ -114,56 +150,19 @@ class Puller:
 
     async def _copy_found(self, pull: Pull, found: Found) -> Pulled | None:
         """None: something was damaged, ask again."""
-        nothing: tuple[dict[int, int], ...] = tuple({} for _ in self._shapes)
         stored = None if found.pending else found.hit
         if found.hit <= pull.device_hit:
-            return Pulled(pull.request, 0, nothing, stored=stored)
+            return self._nothing(pull, stored)
         copies = plan_copies(self._shapes, pull, found)
         if copies is None:
             self._counters.add("loads.unusable")
-            return Pulled(pull.request, 0, nothing, stored=stored)
-        damaged = await self._copy(copies)
-        if damaged:
-            self._counters.add("loads.corrupt", len(damaged))
-            self._client.damaged([(chunk.group, chunk.key) for chunk in damaged])
+            return self._nothing(pull, stored)
+        if await self._reading.copy(copies):
             return None
         placed: tuple[dict[int, int], ...] = tuple({} for _ in self._shapes)
         for copy in copies:
             placed[copy.chunk.group].update(zip(copy.units, copy.blocks, strict=True))
         return Pulled(pull.request, found.hit, placed, sources_of(pull, found.hit, copies), stored=found.hit)
-
-    async def _copy(self, copies: Sequence[Copy]) -> list[ChunkRead]:
-        """Carry out copies; returns chunks that are not what they should be, after the first of which it
-        stops."""
-        turn = time.monotonic()
-        for copy in copies:
-            chunk, copier = copy.chunk, self._copiers[copy.chunk.group]
-            size = copier.granule_bytes
-            source = self._client.payload(chunk)[copy.first * size : (copy.first + len(copy.blocks)) * size]
-            good = self._load(copier, copy, source)
-            # The generation is asked after the bytes were read: a slot that was given away meanwhile
-            # has another one, whatever its checksums say.
-            if not self._client.intact(chunk):
-                raise StoreUnavailable("a pinned slot was given away: the store has restarted")
-            if good < len(copy.blocks):
-                return [chunk]
-            source_name = chunk.promoted or HOST
-            self._counters.add(f"loaded.{source_name}.bytes", len(source))
-            self._counters.add(f"loaded.{source_name}.chunks")
-            if time.monotonic() - turn > TURN_S:
-                await asyncio.sleep(0)
-                turn = time.monotonic()
-                if not self._client.connected:
-                    raise StoreUnavailable("the store went away during a copy")
-        return []
-
-    def _load(self, copier: Copier, copy: Copy, source: memoryview) -> int:
-        """Copy and verify; how many granules are good."""
-        try:
-            checksums = self._client.checksums(copy.chunk)
-        except CorruptChunk:
-            return 0
-        return copier.load(source, checksums[8 * copy.first : 8 * (copy.first + len(copy.blocks))], copy.blocks)
 
 
 def plan_copies(shapes: Sequence[GroupShape], pull: Pull, found: Found) -> list[Copy] | None:
@@ -207,18 +206,6 @@ def sources_of(pull: Pull, hit: int, copies: Sequence[Copy]) -> dict[str, int]:
         units = _cut(run, 0, len(names))
         names[units.start : units.stop] = [name] * len(units)
     return {name: units * MATCH_UNIT for name, units in sorted(Counter(names).items())}
-
-
-def missing_runs(have: Sequence[range], first: int, last: int) -> list[range]:
-    """What [first, last) lacks, given ascending runs of what is there."""
-    missing: list[range] = []
-    for run in have:
-        if first < min(run.start, last):
-            missing.append(range(first, min(run.start, last)))
-        first = max(first, run.stop)
-    if first < last:
-        missing.append(range(first, last))
-    return missing
 
 
 def _cut(run: range, first: int, last: int) -> range:

@@ -41,6 +41,10 @@ class DeviceMemory:
         """See `Memory.grow`."""
         return self.holdings.grow(request, upto)
 
+    def claim(self, request: Request, count: int) -> int:
+        """See `Memory.claim`."""
+        return self.holdings.claim(request, count)
+
     def release(self, request: Request) -> None:
         """Store the tail, then let go of all blocks."""
         self.store(request, tail=True)

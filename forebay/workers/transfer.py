@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,12 +20,14 @@ from forebay.errors import ForebayError
 from forebay.kvstore.client import AsyncStoreClient
 from forebay.kvstore.identity import Namespace
 from forebay.kvstore.layout import Shard
+from forebay.workers.config import Prefixes
 from forebay.workers.copying import copier
 from forebay.workers.counters import Counters
-from forebay.workers.moves import Pull, Pulled, Push, Pushed, StoreChanged
+from forebay.workers.moves import Opened, Pull, Pulled, Push, Pushed, StoreChanged
 from forebay.workers.prefix import GroupShape
-from forebay.workers.pulling import Puller
+from forebay.workers.pulling import Puller, PullRules
 from forebay.workers.pushing import Pusher, PushQueue
+from forebay.workers.rates import Rates
 from forebay.workers.tracing import NO_TRACE, Trace
 
 BACKOFF_S = (0.2, 2.0)
@@ -38,19 +41,20 @@ WATCH_S = 0.25
 
 log = logging.getLogger(__name__)
 
-Delivery = Pulled | Pushed | StoreChanged
+Delivery = Opened | Pulled | Pushed | StoreChanged
 
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
     """`lookup_deadline_ms` is how long the store's tiers may take to promote; `queue_bytes_max` caps what
-    waits to be pushed."""
+    waits to be pushed; `prefixes` is what is done with what tiers have."""
 
     address: str
     namespace: Namespace
     label: str = ""
     lookup_deadline_ms: int = 2000
     queue_bytes_max: int = 256 << 20
+    prefixes: Prefixes = "cut"
 
 
 class Transfer:
@@ -66,6 +70,7 @@ class Transfer:
         trace: Trace = NO_TRACE,
     ) -> None:
         self.counters = Counters()
+        self.rates = Rates(time.monotonic)
         self.queue = PushQueue(config.queue_bytes_max, self.counters)
         self._config = config
         self._deliver = deliver
@@ -73,7 +78,8 @@ class Transfer:
         copiers = [copier(pools[shape.geometry.name]) for shape in shapes]
         for made, shape in zip(copiers, shapes, strict=True):
             assert made.granule_bytes == shape.geometry.granule_bytes, shape.geometry
-        self._puller = Puller(self._client, shapes, copiers, config.lookup_deadline_ms, self.counters)
+        rules = PullRules(config.lookup_deadline_ms, config.prefixes)
+        self._puller = Puller(self._client, shapes, copiers, rules, self.counters, self.rates, deliver)
         self._pusher = Pusher(self._client, self.queue, copiers, self.counters, deliver, trace)
         self._trace = trace
         self._namespace_id = b""
@@ -95,6 +101,16 @@ class Transfer:
     def pushes_running(self) -> int:
         """Chunks that have been taken from the queue and are not yet committed."""
         return self._pusher.running
+
+    def gauges(self) -> dict[str, float]:
+        """Present figures, beside the counters. Callable from any thread."""
+        cutter = self._puller.cutter
+        return self.rates.gauges() | {
+            "push.queue.bytes": self.queue.bytes,
+            "push.queue.chunks": len(self.queue),
+            "cut.open": cutter.open,
+            "cut.late_answers": len(cutter.abandoned),
+        }
 
     def start(self) -> None:
         """Begin to connect. Returns at once."""
@@ -135,7 +151,15 @@ class Transfer:
             log.warning("gave up on %d pushes at the end", len(self.queue))
         finally:
             self._loop.run_until_complete(self._client.close())
+            self._loop.run_until_complete(self._end_tasks())
             self._loop.close()
+
+    async def _end_tasks(self) -> None:
+        """Pulls, and answers that nobody waits for any more, end with the thread."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _serve(self) -> None:
         pause = BACKOFF_S[0]

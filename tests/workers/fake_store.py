@@ -9,7 +9,19 @@ from dataclasses import dataclass, field
 from forebay.errors import StoreUnavailable
 from forebay.kvstore.identity import MATCH_UNIT, Chain, Namespace, chain, unpack_tokens
 from forebay.kvstore.layout import Shard, needed_from
-from forebay.kvstore.protocol import ChunkRead, Committed, Found, NewChunk, Reserved, Slot, Stats, Written
+from forebay.kvstore.protocol import (
+    ChunkRead,
+    Committed,
+    Fetched,
+    Found,
+    NewChunk,
+    Reserved,
+    Slot,
+    Stats,
+    Surveyed,
+    Written,
+)
+from tests.workers.fake_tier import FakeTier
 
 
 @dataclass
@@ -43,6 +55,9 @@ class FakeStore:
     clients: list[FakeStoreClient] = field(default_factory=list)
     next_id: int = 1
 
+    def __post_init__(self) -> None:
+        self.tier = FakeTier(self)
+
     def client(self) -> FakeStoreClient:
         """One more client of this store."""
         self.clients.append(FakeStoreClient(self))
@@ -55,12 +70,14 @@ class FakeStore:
         for client in self.clients:
             client.connected = False
 
-    def units(self, group: int, keys: list[bytes]) -> dict[int, Stored]:
+    def units(
+        self, group: int, keys: list[bytes], chunks: dict[tuple[int, bytes], Stored] | None = None
+    ) -> dict[int, Stored]:
         """For each unit of a prompt the chunk of `group` that has it: at each place the one that shares most."""
         found: dict[int, Stored] = {}
         shared: dict[int, int] = {}
         position = {key: index for index, key in enumerate(keys)}
-        for (owner, _), stored in self.chunks.items():
+        for (owner, _), stored in (self.chunks if chunks is None else chunks).items():
             first = stored.chunk.start // MATCH_UNIT
             wanted = self._matching(stored, first, keys, position)
             if owner == group:
@@ -147,6 +164,23 @@ class FakeStoreClient:
             rid=0, boot=self.boot, lease=self.store.leases, hit=hit, chunks=list(chunks.values()), from_tier={}
         )
 
+    async def survey(
+        self, namespace_id: bytes, root: bytes, tokens: bytes, keys: bytes, *, limit: int, deadline_ms: int
+    ) -> Surveyed:
+        self._check()
+        await asyncio.sleep(0)
+        return self.store.tier.survey(root, tokens, limit)
+
+    async def fetch(
+        self, namespace_id: bytes, root: bytes, tokens: bytes, keys: bytes, *, limit: int,
+        wanted: Sequence[tuple[int, int]], deadline_ms: int, tenant: str = "", tokens_from: int = 0,
+    ) -> Fetched:  # fmt: skip
+        self._check()
+        chunks = await self.store.tier.fetch(root, tokens, tokens_from, keys, wanted, deadline_ms)
+        self._check()
+        self.store.leases += 1
+        return Fetched(rid=0, boot=self.boot, lease=self.store.leases, chunks=chunks)
+
     def release(self, leases: Sequence[int]) -> None:
         self.store.released += len(leases)
 
@@ -154,9 +188,10 @@ class FakeStoreClient:
         self.store.touched.append((list(chunks), tenant, retain_s))
 
     async def reserve(
-        self, namespace_id: bytes, tenant: str, chunks: Sequence[NewChunk], *, retain_s: float = 0.0
+        self, namespace_id: bytes, tenant: str, chunks: Sequence[NewChunk], *, retain_s: float = 0.0, writers: int = 1
     ) -> Reserved:
         self._check()
+        assert writers == 1, "a worker alone shares no chunk"
         while self.store.hung:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0)

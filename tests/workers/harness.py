@@ -181,7 +181,8 @@ class Harness:
     def settled(self) -> bool:
         stats = self.parts.stats()
         quiet = stats["pushes.running"] == 0 and stats.get("push.queue.bytes", 0) == 0
-        return quiet and stats["requests.running"] == 0 and len(self.parts.inbox) == 0
+        held = stats["requests.running"] + stats["requests.loading"]
+        return quiet and held == 0 and len(self.parts.inbox) == 0
 
     def check_books(self) -> None:
         """Nobody runs: every block must be unused and every promise given back."""

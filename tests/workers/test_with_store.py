@@ -76,7 +76,7 @@ def test_after_a_restart_of_everything_the_files_serve(house: House) -> None:
     for process in (*house.processes[1:], store):
         assert process.end() == 0, process.log.read_text()[-2000:]
     house.store()
-    second = house.worker("a2")
+    second = house.worker("a2", "prefixes=load")
     heard = second.ask("r", prompt, 5)
     assert heard.tokens == answer
     assert heard.started is not None and heard.started.cached == {"fs": 144}

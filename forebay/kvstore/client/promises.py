@@ -10,6 +10,8 @@ from forebay.kvstore.client.session import Session
 from forebay.kvstore.protocol import (
     Clear,
     Cleared,
+    Fetch,
+    Fetched,
     Held,
     Hold,
     Join,
@@ -18,6 +20,8 @@ from forebay.kvstore.protocol import (
     Part,
     Pin,
     Release,
+    Survey,
+    Surveyed,
     Touch,
     Unpin,
     Warm,
@@ -84,6 +88,35 @@ class PromiseCalls(ABC):
             rid=rid, namespace=namespace_id, root=root, keys=keys, deadline_ms=deadline_ms, extra=extra, tenant=tenant
         )  # fmt: skip
         return await self._call(rid, message, Warmed)
+
+    async def survey(
+        self, namespace_id: bytes, root: bytes, tokens: bytes, keys: bytes, *, limit: int, deadline_ms: int,
+        extra: bytes = b"",
+    ) -> Surveyed:  # fmt: skip
+        """How far tiers would reach with a prompt, and what they would have to bring. Nothing is brought."""
+        rid = self._session.rid()
+        message = Survey(
+            rid=rid, namespace=namespace_id, root=root, tokens=tokens, keys=keys, limit=limit, deadline_ms=deadline_ms,
+            extra=extra,
+        )  # fmt: skip
+        return await self._call(rid, message, Surveyed)
+
+    async def fetch(
+        self, namespace_id: bytes, root: bytes, tokens: bytes, keys: bytes, *, limit: int,
+        wanted: Sequence[tuple[int, int]], deadline_ms: int, extra: bytes = b"", tenant: str = "",
+        tokens_from: int = 0,
+    ) -> Fetched:  # fmt: skip
+        """Bring places (group, chunk position) of a prompt from tiers, and pin what is there. The pins end with
+        `release`."""
+        rid = self._session.rid()
+        message = Fetch(
+            rid=rid, namespace=namespace_id, root=root, tokens=tokens, keys=keys, limit=limit, wanted=list(wanted),
+            deadline_ms=deadline_ms, extra=extra, tenant=tenant, tokens_from=tokens_from,
+        )  # fmt: skip
+        fetched = await self._call(rid, message, Fetched)
+        if any(chunk.extent not in self._session.pool.views for chunk in fetched.chunks):
+            await self.map_extents()
+        return fetched
 
     async def pin(
         self, chunks: Sequence[tuple[int, bytes]], *, kind: Literal["soft", "hard"], by: str, ttl_s: float

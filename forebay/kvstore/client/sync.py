@@ -16,6 +16,7 @@ from forebay.kvstore.protocol import (
     Cleared,
     Committed,
     Explained,
+    Fetched,
     Foreseen,
     Found,
     Held,
@@ -26,6 +27,7 @@ from forebay.kvstore.protocol import (
     Rows,
     Slot,
     Stats,
+    Surveyed,
     Warmed,
     Written,
 )
@@ -128,6 +130,28 @@ class StoreClient:
             namespace_id, root, keys, deadline_ms=deadline_ms, extra=extra, tenant=tenant
         )  # fmt: skip
         return self._run(warming)
+
+    def survey(
+        self, namespace_id: bytes, root: bytes, tokens: bytes, keys: bytes, *, limit: int, deadline_ms: int,
+        extra: bytes = b"",
+    ) -> Surveyed:  # fmt: skip
+        """As AsyncStoreClient.survey."""
+        return self._run(
+            self._client.survey(namespace_id, root, tokens, keys, limit=limit, deadline_ms=deadline_ms, extra=extra)
+        )
+
+    def fetch(
+        self, namespace_id: bytes, root: bytes, tokens: bytes, keys: bytes, *, limit: int,
+        wanted: Sequence[tuple[int, int]], deadline_ms: int, extra: bytes = b"", tenant: str = "",
+        tokens_from: int = 0,
+    ) -> Fetched:  # fmt: skip
+        """As AsyncStoreClient.fetch."""
+        return self._run(
+            self._client.fetch(
+                namespace_id, root, tokens, keys, limit=limit, wanted=wanted, deadline_ms=deadline_ms, extra=extra,
+                tenant=tenant, tokens_from=tokens_from,
+            )
+        )  # fmt: skip
 
     def join(self, leases: Sequence[int], *, lease_ms: int = 0) -> Joined:
         """As AsyncStoreClient.join."""
