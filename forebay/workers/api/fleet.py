@@ -284,7 +284,8 @@ class Fleet:
                     call.began(message.attempt, message.cached)
                     call.full.clear()
                     if message.attempt > 1:
-                        again = call.known - message.cached_tokens
+                        # The last token is computed in any case: nobody had come to it.
+                        again = max(0, call.known - 1 - message.cached_tokens)
                         self.counters.recomputed += again
                         self.counters.recomputed_most = max(self.counters.recomputed_most, again)
             case PromptScores():

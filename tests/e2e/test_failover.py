@@ -1,0 +1,111 @@
+"""Two workers behind one front end: whatever is done to the one that has a stream, the other one ends it.
+
+Every answer is transformers', token for token; at most one chunk is computed a second time, as counters show.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from forebay.testing.cluster import Cluster, wait_for
+from tests.e2e import failover
+from tests.e2e.failover import ACT_AT, CHUNK, FRONT, LENGTH, ONE_THREAD, carry_over, drain, holder, prompt_of
+from tests.e2e.reference import greedy_reference
+from tests.e2e.streams import Stream
+
+DEEDS = ("kill", "stop", "drain")
+Answers = list[tuple[list[int], list[int]]]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    made = failover.make(tmp_path_factory.mktemp("failover"))
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def answers(cluster: Cluster) -> Answers:
+    prompts = [prompt_of(number) for number in range(len(DEEDS) + 2)]
+    return list(zip(prompts, greedy_reference(cluster.model, prompts, LENGTH), strict=True))
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+def test_a_stream_goes_on_with_no_token_missing_or_said_twice(cluster: Cluster, answers: Answers, deed: str) -> None:
+    before = cluster.figures(FRONT)
+    outcome = carry_over(cluster, deed, *answers[DEEDS.index(deed)])
+    after = cluster.figures(FRONT)
+    print(f"{deed}: stood still for {outcome.still_s:.2f} s, {outcome.recomputed} tokens computed again")
+    assert outcome.right
+    assert outcome.recomputed <= CHUNK
+    grown = {name: after[f"forebay_link_{name}"] - before[f"forebay_link_{name}"] for name in ("resubmitted", "moved")}
+    assert grown == ({"resubmitted": 0, "moved": 1} if deed == "drain" else {"resubmitted": 1, "moved": 0})
+    if deed == "drain":
+        assert outcome.recomputed <= 16, "what was drained is stored to its last unit"
+
+
+def test_a_worker_that_wakes_in_mid_stream_adds_nothing_to_it(cluster: Cluster, answers: Answers) -> None:
+    prompt, wanted = answers[len(DEEDS)]
+    stream = Stream(cluster, FRONT, prompt, LENGTH)
+    stream.reach(ACT_AT)
+    name = holder(cluster)
+    stopped = cluster.processes[name]
+    os.kill(stopped.pid, signal.SIGSTOP)
+    try:
+        wait_for("the other one", lambda: holder(cluster) != name)
+    finally:
+        os.kill(stopped.pid, signal.SIGCONT)
+    assert stream.done() == wanted
+    failover.both_able(cluster)
+    assert cluster.figure(FRONT, "requests.running") == 0
+
+
+def test_draining_empties_a_worker_and_says_so(cluster: Cluster, answers: Answers) -> None:
+    name = failover.WORKERS[0]
+    assert "has nothing left" in drain(cluster, name)
+    for prompt, wanted in answers[:3]:
+        assert cluster.complete(FRONT, prompt, 8).token_ids == wanted[:8]
+    assert cluster.health(FRONT)["workers"][name]["state"] == "draining"
+    assert cluster.figure(FRONT, "requests.running") == 0
+    assert "takes requests again" in drain(cluster, name, "--undo")
+    failover.both_able(cluster)
+
+
+def test_a_drained_worker_may_end_by_itself_with_its_requests_elsewhere(cluster: Cluster, answers: Answers) -> None:
+    prompt, wanted = answers[-1]
+    stream = Stream(cluster, FRONT, prompt, LENGTH)
+    stream.reach(ACT_AT)
+    name = holder(cluster)
+    assert "has ended" in drain(cluster, name, "--stop")
+    popen = cluster.processes[name].popen
+    assert popen is not None and popen.wait(30) == 0
+    assert stream.done() == wanted
+    assert "no worker answers" in drain_refused(cluster, name)
+    cluster.start_worker(name, extra=ONE_THREAD)
+    failover.both_able(cluster)
+
+
+def drain_refused(cluster: Cluster, name: str) -> str:
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-m", "forebay", "drain", cluster.socket(name)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3
+    return done.stderr
+
+
+def test_the_last_worker_keeps_its_requests_until_the_time_is_up(cluster: Cluster, answers: Answers) -> None:
+    """Last: one worker is ended for good."""
+    one, other = failover.WORKERS
+    cluster.processes[other].end(signal.SIGTERM)
+    prompt, wanted = answers[0]
+    stream = Stream(cluster, FRONT, prompt, 2 * LENGTH)
+    stream.reach(5)
+    assert "still has 1 requests" in drain(cluster, one, "--timeout", "300ms", code=1)
+    drain(cluster, one, "--undo")
+    assert stream.done()[:LENGTH] == wanted
