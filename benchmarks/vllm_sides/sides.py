@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -115,12 +116,12 @@ class Side:
 
     def stop(self) -> None:
         """End vLLM, not what is behind it."""
-        _end(self.server)
+        stop_session(self.server)
         self.server = None
 
     def stop_peer(self) -> None:
         """End what is behind."""
-        _end(self.peer)
+        stop_session(self.peer)
         self.peer = None
 
     def _run(self, command: Sequence[str], log: str, environment: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -129,7 +130,7 @@ class Side:
 
     def cpu_s(self) -> float:
         """CPU seconds that all processes of this side have used."""
-        return sum(_cpu_s(process.pid) for process in (self.server, self.peer) if process is not None)
+        return sum(session_cpu_s(process.pid) for process in (self.server, self.peer) if process is not None)
 
     def forget_device(self) -> None:
         """Empty vLLM's own prefix cache."""
@@ -256,7 +257,8 @@ def standing(side: Side) -> Iterator[Side]:
         side.stop_peer()
 
 
-def _end(process: subprocess.Popen[bytes] | None) -> None:
+def stop_session(process: subprocess.Popen[Any] | None) -> None:
+    """End a process that has a session of its own, and all that it has started there."""
     if process is None:
         return
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -269,7 +271,7 @@ def _end(process: subprocess.Popen[bytes] | None) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _cpu_s(session: int) -> float:
+def session_cpu_s(session: int) -> float:
     """CPU seconds of all processes of a session, those included that it has waited for."""
     total = 0
     for entry in Path("/proc").iterdir():
