@@ -13,6 +13,12 @@ from typing import Any
 from forebay.config import Setting, add_settings, at_least, boolean, duration, one_of, path, resolve, size, text
 from forebay.errors import ConfigError
 
+RANKS = (
+    Setting("tensor_parallel_size", at_least(1), 1, "processes that share the model, each with a part of the weights"),
+    Setting("trusted_network", text, None, "interface that these may talk over", shown="loopback"),
+)
+"""How many ranks a worker has, and how they talk: `forebay serve` passes them on."""
+
 SETTINGS = (
     Setting("model", path, None, "safetensors directory or GGUF file", positional=True),
     Setting("listen", text, None, "unix socket for front ends, mode 0600"),
@@ -46,6 +52,7 @@ SETTINGS = (
     Setting("replay", text, None, "ZMQ endpoint of their replay"),
     Setting("event_keys", path, None, "directory of CURVE keys, for --events off loopback"),
     Setting("threads", at_least(0), 0, "compute threads; 0 leaves it to torch"),
+    *RANKS,
     Setting("label", text, "", "the model's name for people and topics", shown="last part of its path"),
 )
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from forebay.kernels.batch import pack_batch
 from forebay.kernels.dispatch import dispatch
 from forebay.kvstore.identity import GroupGeometry, Namespace, check_namespace
-from forebay.models.base import CausalLM, ModelInfo
+from forebay.models.base import CausalLM, KVGroup, ModelInfo
 from forebay.scheduler.batch import BatchScheduler
 from forebay.scheduler.plan import Limits
 from forebay.workers.block_pool import GroupPool
@@ -33,6 +34,9 @@ from forebay.workers.stepping import Stepper
 from forebay.workers.tracing import NO_TRACE, Trace
 from forebay.workers.transfer import Transfer, TransferConfig
 
+if TYPE_CHECKING:
+    from forebay.workers.ranks.leading import Shared
+
 WARM_UP_TOKENS = 16
 
 
@@ -43,14 +47,19 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def namespace_of(info: ModelInfo, dtype: str, weights: bytes, chunk_tokens: int) -> Namespace:
     """Everything that changes this model's KV bytes."""
-    groups = tuple(
-        GroupGeometry(g.name, g.kind, tuple(g.layers), g.kv_heads, g.head_dim, dtype, g.window) for g in info.kv_groups
-    )
+    groups = geometries(info.kv_groups, dtype)
     positions = tuple(sorted((name, str(value)) for name, value in info.rope.items()))
     namespace = Namespace(weights=weights, groups=groups, chunk_tokens=chunk_tokens, compute=dtype, positions=positions)
     refusal = check_namespace(namespace)
     assert refusal is None, refusal
     return namespace
+
+
+def geometries(groups: Sequence[KVGroup], dtype: str) -> tuple[GroupGeometry, ...]:
+    """Cache groups as the store names them."""
+    return tuple(
+        GroupGeometry(g.name, g.kind, tuple(g.layers), g.kv_heads, g.head_dim, dtype, g.window) for g in groups
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +125,25 @@ def assemble(
     send: Callable[[Batch], None],
     guides: Guides | None = None,
     trace: Trace = NO_TRACE,
+    shared: Shared | None = None,
 ) -> Assembled:
-    """Build everything but the threads. Raises ConfigError if the memory can't hold even a short request."""
+    """Build everything but the threads; `shared` is what ranks that share the model have in common. Raises ConfigError
+    if the memory can't hold even a short request."""
     namespace = namespace_of(model.info, dtype_name(model.dtype), weights, config.chunk_tokens)
     shapes = [GroupShape(g, config.chunk_tokens, config.max_num_batched_tokens) for g in namespace.groups]
-    blocks = divide(shapes, config.device_memory, config.max_tokens, model.info.max_context)
+    # Memory is that of one rank, so what counts is what one has of a block.
+    held = [
+        GroupShape(g, config.chunk_tokens, config.max_num_batched_tokens)
+        for g in geometries(model.held_groups(), dtype_name(model.dtype))
+    ]
+    blocks = divide(held, config.device_memory, config.max_tokens, model.info.max_context)
     holdings = Holdings(shapes, blocks, listener)
-    pools = new_pools(model, {s.geometry.name: n for s, n in zip(shapes, blocks, strict=True)})
+    by_group = {s.geometry.name: n for s, n in zip(shapes, blocks, strict=True)}
+    pools = new_pools(model, by_group)
+    if shared is not None:
+        shared.make_pools(namespace, config.model_label, by_group)
     inbox: Inbox[Message] = Inbox()
-    transfer = _transfer(config, namespace, shapes, pools, inbox, trace)
+    transfer = _transfer(config, namespace, shapes, pools, inbox, trace, shared)
     memory = DeviceMemory(holdings, config.chunk_tokens, transfer.push if transfer else lambda push: False)
     limits = Limits(
         config.max_num_batched_tokens, config.max_num_seqs, config.max_waiting,
@@ -164,6 +183,7 @@ def _transfer(
     pools: Mapping[str, Tensor],
     inbox: Inbox[Message],
     trace: Trace,
+    shared: Shared | None,
 ) -> Transfer | None:
     if config.store is None:
         return None
@@ -175,7 +195,8 @@ def _transfer(
         queue_bytes_max=config.push_queue_bytes,
         prefixes=config.prefixes,
     )
-    return Transfer(settings, shapes, pools, inbox.put, trace=trace)
+    doors = None if shared is None else shared.doors(config.store, namespace, shapes, pools)
+    return Transfer(settings, shapes, pools, inbox.put, trace=trace, doors=doors)
 
 
 def new_pools(model: CausalLM, blocks: Mapping[str, int]) -> dict[str, Tensor]:

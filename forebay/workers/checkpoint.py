@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from forebay.errors import ConfigError
 from forebay.models.base import CausalLM
 from forebay.models.config import read_config
 from forebay.models.loading import checkpoint_directory, fingerprint_weights, load_model
+from forebay.models.ranks import ALONE, Ranks
 from forebay.models.registry import text_config
 from forebay.workers.config import WorkerConfig
 
@@ -26,23 +28,50 @@ _COMPUTED = _STORED | {"float16": torch.float32}
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What is to be loaded: safetensors in `directory`, to be computed in `dtype` on `device`."""
+
+    directory: Path
+    dtype: torch.dtype
+    device: torch.device
+
+
 def load_checkpoint(config: WorkerConfig) -> tuple[CausalLM, bytes]:
     """The model and the fingerprint of its weights. Blocks for as long as that takes.
 
     Raises ForebayError with the remedy for whatever is wrong with path, file, dtype or device.
     """
-    device = _device(config.device)
     if config.threads:
         torch.set_num_threads(config.threads)
-    progress = Progress()
-    cache = config.cache_dir
-    directory = checkpoint_directory(config.model, cache_dir=cache, progress=progress)
-    dtype = _dtype(config.dtype, directory)
-    weights = fingerprint_weights(config.model, cache, progress)
-    model = load_model(config.model, dtype=dtype, device=device, progress=progress, cache_dir=cache)
+    found = find_checkpoint(config)
+    weights = fingerprint(config)
+    return load_found(found), weights
+
+
+def find_checkpoint(config: WorkerConfig) -> Checkpoint:
+    """Where the model's weights are, a GGUF file being converted first. Raises as `load_checkpoint` does."""
+    device, progress = _device(config.device), Progress()
+    directory = checkpoint_directory(config.model, cache_dir=config.cache_dir, progress=progress)
     progress.finish()
-    log.info("loaded %s: %s, %s on %s", config.model, model.info.family, dtype, device)
-    return model, weights
+    return Checkpoint(directory, _dtype(config.dtype, directory), device)
+
+
+def fingerprint(config: WorkerConfig) -> bytes:
+    """Of the weights' contents, which are all read, unless it is known."""
+    progress = Progress()
+    found = fingerprint_weights(config.model, config.cache_dir, progress)
+    progress.finish()
+    return found
+
+
+def load_found(found: Checkpoint, ranks: Ranks = ALONE) -> CausalLM:
+    """The model, or this rank's part of it."""
+    progress = Progress()
+    model = load_model(found.directory, dtype=found.dtype, device=found.device, progress=progress, ranks=ranks)
+    progress.finish()
+    log.info("loaded %s: %s, %s on %s", found.directory, model.info.family, found.dtype, found.device)
+    return model
 
 
 def _dtype(name: str, directory: Path) -> torch.dtype:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from forebay.errors import ConfigError
 from forebay.kvstore.identity import MATCH_UNIT
+from forebay.kvstore.protocol import WRITERS_MAX
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 
@@ -33,7 +34,7 @@ class WorkerConfig:
     chunk_tokens: int = 256
     """Tokens of a sealed chunk; part of the namespace, so workers that share a cache agree on it."""
     device_memory: int = 1 << 30
-    """Bytes for the block pool of all groups together. Ignored if `max_tokens` is given."""
+    """Bytes for the block pool of all groups together, on each rank. Ignored if `max_tokens` is given."""
     max_tokens: int | None = None
     """Tokens that the full-attention pool holds; the window pools follow."""
     max_num_batched_tokens: int = 512
@@ -67,7 +68,11 @@ class WorkerConfig:
     event_keys: Path | None = None
     """Directory of CURVE keys, which an endpoint off loopback needs."""
     threads: int = 0
-    """Compute threads; 0 leaves it to torch."""
+    """Compute threads of each rank; 0 leaves it to torch, or divides what it would use among the ranks."""
+    tensor_parallel_size: int = 1
+    """Processes that share the model: each has a part of the weights and of the KV heads. On CUDA each has a device."""
+    trusted_network: str | None = None
+    """Interface that ranks may talk over, if not loopback. What they send is neither encrypted nor authenticated."""
     label: str = ""
     """The model's name for people, topics and the store's listings; by default the path's last part."""
     cache_dir: Path | None = None
@@ -96,5 +101,9 @@ class WorkerConfig:
             raise ConfigError("lookup_deadline_ms, drain_s, threads and push_queue_bytes can't be negative")
         if self.device != "cpu" and not self.device.startswith("cuda"):
             raise ConfigError(f"device is {self.device!r}; use cpu, cuda or cuda:N")
+        if not 1 <= self.tensor_parallel_size <= WRITERS_MAX:
+            raise ConfigError(f"tensor_parallel_size is {self.tensor_parallel_size}; use 1 to {WRITERS_MAX}")
+        if self.tensor_parallel_size > 1 and ":" in self.device:
+            raise ConfigError(f"device is {self.device!r}, which is one; with tensor_parallel_size > 1 say cuda")
         if self.events_replay is not None and self.events is None:
             raise ConfigError("events_replay needs events: there is nothing to replay without a publisher")

@@ -121,10 +121,7 @@ class Pusher:
         self.running = len(batch)
         began = self._trace.now()
         try:
-            slots = await self._reserve(namespace_id, batch)
-            written = await self._write(batch, slots)
-            if written:
-                await self._commit(written)
+            await self._store(namespace_id, batch)
             lost = False
         except RequestRefused as error:
             lost = False
@@ -137,10 +134,17 @@ class Pusher:
                 self._done(Pushed(push, lost=lost))
         return True
 
-    async def _reserve(self, namespace_id: bytes, batch: Sequence[Push]) -> Sequence[Slot]:
+    async def _store(self, namespace_id: bytes, batch: Sequence[Push]) -> None:
+        """Reserve, copy, commit. Ends only when none of it is read or written any more."""
+        slots = await self._reserve(namespace_id, batch)
+        written = await self._write(batch, slots)
+        if written:
+            await self._commit(written)
+
+    async def _reserve(self, namespace_id: bytes, batch: Sequence[Push], writers: int = 1) -> Sequence[Slot]:
         chunks = [push.chunk for push in batch]
         first = batch[0]
-        reserving = self._client.reserve(namespace_id, first.tenant, chunks, retain_s=first.retain_s)
+        reserving = self._client.reserve(namespace_id, first.tenant, chunks, retain_s=first.retain_s, writers=writers)
         return (await self._in_time(reserving)).slots
 
     async def _write(self, batch: Sequence[Push], slots: Sequence[Slot]) -> list[Written]:

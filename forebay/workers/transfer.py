@@ -19,22 +19,18 @@ from torch import Tensor
 from forebay.errors import ForebayError
 from forebay.kvstore.client import AsyncStoreClient
 from forebay.kvstore.identity import Namespace
-from forebay.kvstore.layout import Shard
 from forebay.workers.config import Prefixes
-from forebay.workers.copying import copier
 from forebay.workers.counters import Counters
+from forebay.workers.doors import Doors, own_doors
 from forebay.workers.moves import Opened, Pull, Pulled, Push, Pushed, StoreChanged
 from forebay.workers.prefix import GroupShape
 from forebay.workers.pulling import Puller, PullRules
-from forebay.workers.pushing import Pusher, PushQueue
+from forebay.workers.pushing import PushQueue
 from forebay.workers.rates import Rates
 from forebay.workers.tracing import NO_TRACE, Trace
 
 BACKOFF_S = (0.2, 2.0)
 """First and longest pause between attempts to connect."""
-
-WHOLE = Shard()
-"""This worker has all of the model, in blocks of one granule each. A store that can't serve that says so at once."""
 
 WATCH_S = 0.25
 """How often an idle connection is looked at."""
@@ -68,19 +64,20 @@ class Transfer:
         deliver: Callable[[Delivery], None],
         client: AsyncStoreClient | None = None,
         trace: Trace = NO_TRACE,
+        doors: Doors | None = None,
     ) -> None:
         self.counters = Counters()
         self.rates = Rates(time.monotonic)
         self.queue = PushQueue(config.queue_bytes_max, self.counters)
         self._config = config
         self._deliver = deliver
-        self._client = client or AsyncStoreClient(config.address, kind="worker")
-        copiers = [copier(pools[shape.geometry.name]) for shape in shapes]
+        doors = doors or own_doors(client or AsyncStoreClient(config.address, kind="worker"), shapes, pools)
+        self._client, copiers, self._shard = doors.client, doors.copiers, doors.shard
         for made, shape in zip(copiers, shapes, strict=True):
             assert made.granule_bytes == shape.geometry.granule_bytes, shape.geometry
         rules = PullRules(config.lookup_deadline_ms, config.prefixes)
         self._puller = Puller(self._client, shapes, copiers, rules, self.counters, self.rates, deliver)
-        self._pusher = Pusher(self._client, self.queue, copiers, self.counters, deliver, trace)
+        self._pusher = doors.pusher(self._client, self.queue, copiers, self.counters, deliver, trace)
         self._trace = trace
         self._namespace_id = b""
         self._connected = False
@@ -167,7 +164,7 @@ class Transfer:
             try:
                 await self._client.connect()
                 self._namespace_id = await self._client.register(
-                    self._config.namespace, self._config.label, shard=WHOLE
+                    self._config.namespace, self._config.label, shard=self._shard
                 )
             except Exception as error:
                 # Said once, then quietly tried again; what is neither is a bug, and still no reason to stop serving.

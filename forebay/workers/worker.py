@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from forebay.errors import ForebayError
 from forebay.ipc.sockets import listen, socket_path
@@ -25,11 +26,18 @@ from forebay.workers.messages import Stop
 from forebay.workers.outbox import Batch
 from forebay.workers.pool_events import PoolEvents
 from forebay.workers.protocol import Description, WorkerStats
+from forebay.workers.ranks.errors import RankLost
 from forebay.workers.server import Answers, WorkerServer
 from forebay.workers.tracing import NO_TRACE, Trace
 
+if TYPE_CHECKING:
+    from forebay.workers.ranks.leading import Shared
+
 ENGINE_PATIENCE_S = 10.0
 """How long the end of the present step is waited for when the worker is told to stop."""
+
+LOST_PATIENCE_S = 0.5
+"""The same, when a rank is lost: the step may wait for it until its collective gives up."""
 
 SWITCH_S = 0.0005
 
@@ -62,24 +70,31 @@ def run_worker(
     listener = listen(path)
     try:
         compute = ComputeThread()
-        with _signals_exit():
-            model, weights = compute.call(lambda: (load or _load_checkpoint)(config))
-            guides = _guides(config, model, vocabulary or _load_vocabulary) if config.structured_outputs else None
-            worker = Worker(config, model, weights, compute, guides)
-        asyncio.run(worker.serve(listener))
+        with contextlib.ExitStack() as until_end:
+            with _signals_exit():
+                shared = _share(config, compute, path, until_end) if config.tensor_parallel_size > 1 else None
+                if shared is None:
+                    model, weights = compute.call(lambda: (load or _load_checkpoint)(config))
+                else:
+                    model, weights = shared.model, shared.weights
+                guides = _guides(config, model, vocabulary or _load_vocabulary) if config.structured_outputs else None
+                worker = Worker(config, model, weights, compute, guides, shared)
+            asyncio.run(worker.serve(listener))
     finally:
         listener.close()
         path.unlink(missing_ok=True)
 
 
 class Worker:
-    """A loaded model with its engine, and the threads that run it. `compute` is the thread that loaded it."""
+    """A loaded model with its engine, and the threads that run it. `compute` is the thread that loaded it, `shared` are
+    the ranks that the model is shared with."""
 
     def __init__(
         self, config: WorkerConfig, model: CausalLM, weights: bytes, compute: ComputeThread,
-        guides: Guides | None = None,
+        guides: Guides | None = None, shared: Shared | None = None,
     ) -> None:  # fmt: skip
         self._guides = guides
+        self._shared = shared
         self._trace = NO_TRACE if config.trace is None else Trace()
         self.boot = secrets.token_hex(8)
         self._config = config
@@ -97,7 +112,7 @@ class Worker:
     def _assemble(self) -> Assembled:
         parts = assemble(
             self._model, self._weights, self._config, self._events, self._events.flush, self._send,
-            self._guides, self._trace,
+            self._guides, self._trace, self._shared,
         )  # fmt: skip
         warm_up(self._model, parts.stepper.pools)
         return parts
@@ -118,6 +133,8 @@ class Worker:
         self._events.attach(loop)
         if self.parts.transfer is not None:
             self.parts.transfer.start()
+        if self._shared is not None:
+            self._shared.crew.watch(self._fail)
         self._compute.start(self._run_engine)
         await self._server.start(listener)
         log.info("serving %s on %s", self._config.model_label, self._config.listen)
@@ -126,15 +143,19 @@ class Worker:
         await asyncio.to_thread(self._end)
         self._server.close()
         self._events.close()
+        if self._shared is not None and self._shared.crew.lost:
+            raise RankLost(self._shared.crew.lost) from self._failure
         if self._failure is not None:
             raise EngineFailed(f"the engine failed: {self._failure}") from self._failure
 
     def _end(self) -> None:
         """Stop the engine after its step, store what it left, close the rest. Blocks."""
         self.parts.inbox.put(Stop())
-        self._compute.finish(ENGINE_PATIENCE_S)
+        # Without all ranks there is nothing to be saved: what the store doesn't have, nobody can put together.
+        lost = self._shared is not None and self._shared.crew.lost
+        self._compute.finish(LOST_PATIENCE_S if lost else ENGINE_PATIENCE_S)
         if self.parts.transfer is not None:
-            self.parts.transfer.stop(self._config.drain_s)
+            self.parts.transfer.stop(0.0 if lost else self._config.drain_s)
         if self._config.trace is not None:
             self._write_trace(self._config.trace)
 
@@ -150,9 +171,14 @@ class Worker:
         try:
             self.parts.engine.run()
         except BaseException as error:
-            log.exception("the engine failed")
-            self._failure = error
-            self._loop.call_soon_threadsafe(self._stop.set)
+            if self._shared is None or not self._shared.crew.lost:
+                log.exception("the engine failed")
+            self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _fail(self, error: BaseException) -> None:
+        """On the loop: end, for the first reason that there was. Callable from the transfer thread through the loop."""
+        self._failure = self._failure or error
+        self._stop.set()
 
     def _send(self, batch: Batch) -> None:
         assert self._server is not None
@@ -200,6 +226,13 @@ def _signals_exit() -> Iterator[None]:
 def _guides(config: WorkerConfig, model: CausalLM, load: Callable[[WorkerConfig], Vocabulary]) -> Guides:
     log.info("preparing the vocabulary for structured outputs")
     return Guides(load(config), model.info.vocab_size, model.info.eos_ids)
+
+
+def _share(config: WorkerConfig, compute: ComputeThread, path: Path, until: contextlib.ExitStack) -> Shared:
+    # Imported here: one process alone needs no collectives.
+    from forebay.workers.ranks.leading import shared_model
+
+    return until.enter_context(shared_model(config, compute, path))
 
 
 def _load_vocabulary(config: WorkerConfig) -> Vocabulary:

@@ -1,0 +1,125 @@
+"""The process of a rank other than 0: loads its part, then computes whatever rank 0 computes.
+
+    main thread   steps, as they come          `copies` thread   orders to copy, as they come
+
+It ends with rank 0, at once and whatever it is doing: it holds nothing that anybody needs. Ctrl-C and SIGTERM are for
+rank 0, which still stores what it has, with this rank's help.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+from forebay.errors import ForebayError
+from forebay.kvstore.identity import decode_namespace
+from forebay.models.base import CausalLM
+from forebay.models.loading import load_model
+from forebay.workers.ranks.channel import Channel
+from forebay.workers.ranks.errors import RankLost
+from forebay.workers.ranks.group import ProcessRanks
+from forebay.workers.ranks.messages import (
+    ANSWERS,
+    FROM_FOLLOWER,
+    ORDERS,
+    TO_FOLLOWER,
+    Done,
+    Loaded,
+    Meet,
+    Order,
+    Pools,
+    Start,
+    Step,
+    ToFollower,
+)
+from forebay.workers.ranks.moving import Follower, shard_of
+from forebay.workers.ranks.progress import Progress
+from forebay.workers.ranks.steps import unpack_step
+
+RANK0 = "rank 0"
+
+log = logging.getLogger(__name__)
+
+
+def run_follower(steps_fd: int, moves_fd: int) -> int:
+    """Serve until rank 0 ends; returns the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    steps: Channel[Loaded, ToFollower] = Channel(_socket(steps_fd), FROM_FOLLOWER, TO_FOLLOWER, RANK0)
+    moves: Channel[Done, Order] = Channel(_socket(moves_fd), ANSWERS, ORDERS, RANK0)
+    start = steps.receive()
+    assert isinstance(start, Start), start
+    logging.basicConfig(
+        level=os.environ.get("FOREBAY_LOG", "INFO").upper(), stream=sys.stderr,
+        format=f"%(asctime)s %(levelname)s rank {start.rank}: %(name)s: %(message)s",
+    )  # fmt: skip
+    try:
+        _serve(start, steps, moves)
+    except RankLost as error:
+        log.debug("this rank ends: %s", error)
+        return 0
+    except ForebayError as error:
+        print(f"forebay: rank {start.rank}: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _socket(descriptor: int) -> socket.socket:
+    os.set_inheritable(descriptor, False)
+    return socket.socket(fileno=descriptor)
+
+
+def _serve(start: Start, steps: Channel[Loaded, ToFollower], moves: Channel[Done, Order]) -> None:
+    """Ends by RankLost, when rank 0 closes its ends."""
+    torch.set_num_threads(start.threads)
+    ranks, device = ProcessRanks(start.rank, start.size), torch.device(start.device)
+    dtype: torch.dtype = getattr(torch, start.dtype)
+    model = load_model(Path(start.directory), dtype=dtype, device=device, ranks=ranks)
+    steps.send(Loaded())
+    _expect(steps, Meet)
+    ranks.meet(Path(start.rendezvous), device, start.collective_s)
+    asked = _expect(steps, Pools)
+    pools = model.new_pools(asked.blocks)
+    for pool in pools.values():
+        pool.fill_(0)  # every page is touched once, now rather than on the way to the first token
+    progress, shard = Progress(), shard_of(start.rank, start.size)
+    follower = Follower(decode_namespace(asked.namespace), asked.label, shard, pools, progress)
+    threading.Thread(target=_copy, args=(follower, moves), name="copies", daemon=True).start()
+    steps.send(Loaded())
+    _compute(model, pools, steps, progress)
+
+
+def _expect(steps: Channel[Loaded, ToFollower], kind: type[Pools] | type[Meet]) -> Pools:
+    message = steps.receive()
+    assert isinstance(message, kind), message
+    return message  # type: ignore[return-value]
+
+
+def _copy(follower: Follower, moves: Channel[Done, Order]) -> None:
+    try:
+        follower.run(moves)
+    except RankLost:
+        return  # rank 0 ends; the thread that computes hears it too
+    except BaseException:
+        log.exception("this rank can't copy any more; its worker ends")
+        os._exit(1)  # the main thread may wait in a collective for ever
+
+
+def _compute(
+    model: CausalLM, pools: dict[str, torch.Tensor], steps: Channel[Loaded, ToFollower], progress: Progress
+) -> None:
+    while True:
+        step = steps.receive()
+        assert isinstance(step, Step), step
+        with torch.inference_mode():
+            model.forward(unpack_step(step, model.device), pools)
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+        progress.advance()

@@ -1,0 +1,90 @@
+"""The collectives of one model's ranks, over torch.distributed: tensors only, nothing is pickled.
+
+They meet by a file in a private directory, which is removed once they have: from then on they are connected.
+"""
+
+from __future__ import annotations
+
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forebay.errors import NotWritable
+
+COLLECTIVE_S = 60.0
+"""A collective that takes longer has lost a rank that still lives (stopped, or hung): it fails, and the worker ends."""
+
+STORE_FILE = "ranks"
+
+
+class ProcessRanks:
+    """See `forebay.models.ranks.Ranks`. `meet` comes before the first collective; all are called from one thread."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def meet(self, folder: Path, device: torch.device, collective_s: float) -> None:
+        """Connect with the other ranks, which do the same. Blocks; raises what torch raises if they don't come."""
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        store = dist.FileStore(str(folder / STORE_FILE), self._size)
+        dist.init_process_group(
+            backend, store=store, rank=self._rank, world_size=self._size, timeout=timedelta(seconds=collective_s)
+        )
+        # The first collective connects: afterwards nobody needs the folder.
+        self.sum(torch.zeros(1, device=device))
+
+    def part(self) -> None:
+        """End what `meet` began. No collective may be under way."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def sum(self, x: Tensor) -> Tensor:
+        """See `Ranks`."""
+        dist.all_reduce(x)
+        return x
+
+    def gather(self, x: Tensor) -> Tensor | None:
+        """See `Ranks`."""
+        if self._rank:
+            dist.gather(x, dst=0)
+            return None
+        parts = [torch.empty_like(x) for _ in range(self._size)]
+        dist.gather(x, parts, dst=0)
+        return torch.cat(parts, dim=1)
+
+
+@contextmanager
+def rendezvous(socket: Path) -> Iterator[Path]:
+    """A private directory beside a worker's socket, which is ours: what a killed worker left there is removed first.
+
+    Raises NotWritable.
+    """
+    folder = socket.with_name(f"{socket.name}.ranks")
+    try:
+        if folder.exists() or folder.is_symlink():
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode):
+                raise NotWritable(f"{folder} is no directory; remove it, or choose another --listen")
+            shutil.rmtree(folder)
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise NotWritable(f"can't use {folder} for ranks to meet: {error.strerror}; choose another --listen") from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
