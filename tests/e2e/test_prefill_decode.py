@@ -1,10 +1,14 @@
 """Two hosts as an orchestrator uses them: one prefills, the other fetches its KV and decodes.
 
-Neither is told where anything is but by what orchestrators send, and by the stores' configuration.
+Neither is told where anything is but by what orchestrators send, and by the stores' configuration. Then the decode
+side's front end is its own orchestrator: it has long prompts computed by the other host.
 """
 
 from __future__ import annotations
 
+import os
+import random
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +18,13 @@ import pytest
 from forebay.testing.cluster import Cluster, free_port, wait_for
 from forebay.tiers.p2p.transfer_params import prefill_request
 from tests.checkpoints import tiny_gemma3
+from tests.e2e.failover import ONE_THREAD
 from tests.e2e.prompts import sharing_prompts
 from tests.e2e.reference import greedy_reference
 from tests.e2e.test_identity import CHUNK, OUTPUT, VOCAB, WINDOW
 
 COUNT = 4
+SPLIT_AT, UNIT = 64, 16
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +44,12 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, C
     prefill, decode = made
     for number, host in enumerate(made):
         host.start_store()
-        host.start_worker("worker")
-        host.start_frontend("front", "worker", extra=("--kv-address", f"127.0.0.1:{ports[number]}"))
+        host.start_worker("worker", extra=ONE_THREAD)
+        extra = ("--kv-address", f"127.0.0.1:{ports[number]}")
+        if host is decode:
+            other = f"http://127.0.0.1:{prefill.ports['front']}"
+            extra += ("--prefill", other, "--store", host.store_address, "--split-at", str(SPLIT_AT))
+        host.start_frontend("front", "worker", extra=extra)
     for host in made:
         wait_for("its peer", lambda host=host: host.store_values().get("tier.p2p.peers_up") == 1)
     yield prefill, decode
@@ -71,3 +81,86 @@ def test_what_one_host_prefilled_the_other_fetches_and_decodes(hosts: tuple[Clus
     assert fetched > 0 and decode.store_values()["tier.p2p.promoted_bytes"] > 0
     assert decode.figures("front")['forebay_transfer_requests_total{party="prefiller"}'] == COUNT
     assert prefill.figures("front")['forebay_transfer_requests_total{party="decoder"}'] == COUNT
+
+
+# --- the decode side's front end decides -----------------------------------------------------------------
+
+
+class Watch:
+    """How a host's figures have grown since it was made."""
+
+    def __init__(self, host: Cluster) -> None:
+        self._host, self._before = host, host.figures("front")
+
+    def grown(self, name: str) -> int:
+        return int(self._host.figures("front").get(f"forebay_{name}", 0) - self._before.get(f"forebay_{name}", 0))
+
+
+def fresh(seed: int, length: int) -> list[int]:
+    """A prompt of its own."""
+    rng = random.Random(seed)
+    return [rng.randrange(16, VOCAB) for _ in range(length)]
+
+
+def right(host: Cluster, prompt: list[int], length: int = OUTPUT) -> list[int]:
+    """Ask for the answer, which must be transformers'."""
+    (wanted,) = greedy_reference(host.model, [prompt], length)
+    got = host.complete("front", prompt, length).token_ids
+    assert got == wanted
+    return got
+
+
+def test_a_long_prompt_is_computed_on_the_other_host_and_fetched(hosts: tuple[Cluster, Cluster]) -> None:
+    prefill, decode = hosts
+    prompt, there, here = fresh(1, 150), Watch(prefill), Watch(decode)
+    pulled = decode.store_values()["tier.p2p.promoted_bytes"]
+    right(decode, prompt)
+    assert here.grown("split_remote") == 1
+    assert there.grown("worker_tokens_prefilled") == len(prompt)
+    assert here.grown("worker_tokens_prefilled") <= UNIT
+    assert decode.store_values()["tier.p2p.promoted_bytes"] > pulled
+
+
+def test_the_next_turn_is_prefilled_on_what_was_decoded_here(hosts: tuple[Cluster, Cluster]) -> None:
+    prefill, decode = hosts
+    first, length = fresh(1, 150), 40
+    turn = [*first, *right(decode, first, length), *fresh(2, 90)]
+    decode.settle("front")
+    there, pulled = Watch(prefill), prefill.store_values().get("tier.p2p.promoted_bytes", 0)
+    right(decode, turn)
+    # All that was known: prompt and answer, but for what the open unit holds and the last token, that nobody computed.
+    assert there.grown("worker_tokens_prefilled") == len(turn) - (len(first) + length - 1) // UNIT * UNIT
+    assert prefill.store_values().get("tier.p2p.promoted_bytes", 0) > pulled, "it came from this host's store"
+
+
+def test_a_prefill_host_whose_worker_stops_in_the_middle_is_done_without(hosts: tuple[Cluster, Cluster]) -> None:
+    prefill, decode = hosts
+    here, pid = Watch(decode), prefill.processes["worker"].pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        prompt = fresh(3, 150)
+        right(decode, prompt)
+        assert here.grown("split_failed") == 1 and here.grown("worker_tokens_prefilled") == len(prompt)
+        right(decode, fresh(4, 150))
+        assert here.grown("split_alone") == 1, "what is known to be gone isn't asked"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    prefill.wait_healthy("front", watch=[prefill.processes["worker"]])
+    again = Watch(decode)
+
+    def asked_again() -> bool:
+        right(decode, fresh(1000 + again.grown("split_alone"), 100))
+        return again.grown("split_remote") > 0
+
+    wait_for("the other host to be asked again", asked_again)
+
+
+def test_a_dead_prefill_host_is_done_without(hosts: tuple[Cluster, Cluster]) -> None:
+    """Last: it ends that host."""
+    prefill, decode = hosts
+    for name in ("front", "worker", "store"):
+        prefill.processes[name].end(signal.SIGKILL)
+    here, prompt = Watch(decode), fresh(6, 150)
+    right(decode, prompt)
+    assert here.grown("worker_tokens_prefilled") == len(prompt)
+    assert here.grown("split_remote") == 0

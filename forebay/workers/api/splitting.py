@@ -34,6 +34,9 @@ RETRY_S = 1.0
 LOOK_S, LOOK_PATIENCE_S, MISSES = 0.3, 0.6, 2
 """How often another host's front end is asked how it is, how long that may take, and how often in a row it may fail."""
 PREFILL_S = 300.0
+FORGET_S = 0.15
+"""To be asked is to look: our store's p2p tier remembers for 0.1 s (its `miss_s`) what its peers were found to lack. A
+prefill that was quicker is waited for so long, else the store would not find what it brought."""
 
 
 class StoreView:
@@ -203,7 +206,10 @@ class Splitter:
         if self.fleet.prefills:
             self.counters.local += 1
             return True
+        asked = asyncio.get_running_loop().time()
         done = await min(up, key=lambda remote: remote.running).prefill(prompt, cache_salt, authorization)
+        if done:
+            await asyncio.sleep(max(0.0, asked + FORGET_S - asyncio.get_running_loop().time()))
         self.counters.remote += done
         self.counters.failed += not done
         return False
