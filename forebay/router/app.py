@@ -19,6 +19,7 @@ from forebay.router.explaining import explained
 from forebay.router.prompts import passed_on
 from forebay.router.proxy import Refused
 from forebay.router.router import Router
+from forebay.router.settings import moved, stores_of
 from forebay.workers.api.app import add_errors
 from forebay.workers.api.errors import ApiError, bad, unavailable
 from forebay.workers.api.http import ClientGone, EventStream, body_of, error_response, json_response, unless_gone
@@ -48,7 +49,7 @@ def make_app(router: Router) -> FastAPI:
         ("/tokenize", "POST", routes.passed), ("/detokenize", "POST", routes.passed),
         ("/v1/models", "GET", routes.models), ("/health", "GET", routes.health), ("/metrics", "GET", routes.metrics),
         ("/router/explain", "POST", routes.explain), ("/router/drain", "POST", routes.drain),
-        ("/router/workers", "GET", routes.workers),
+        ("/router/workers", "GET", routes.workers), ("/router/place", "POST", routes.place),
     ):  # fmt: skip
         app.add_api_route(path, routes.guarded(path, handler), methods=[method], response_model=None)
     add_errors(app)
@@ -147,6 +148,23 @@ class _Routes:
         number = self._router.upstreams.all.index(found)
         left = int(self._router.routing.load.requests[number])
         return json_response({"worker": found.backend.name, "draining": found.draining, "in_flight": left})
+
+
+    async def place(self, request: Request) -> Response:
+        """A worker has another address from now on (and its store other streams), under its old name."""
+        body = await _object(request)
+        names = [up.backend.name for up in self._router.upstreams.all]
+        if body.get("worker") not in names:
+            raise bad(f"there is no worker {body.get('worker')!r}", "worker")
+        number = names.index(body["worker"])
+        old = self._router.upstreams.all[number].backend
+        try:
+            backend = moved(old, body)
+            stores = () if old.store is None or body.get("store") is None else stores_of({old.store: body["store"]})
+        except ValueError as error:
+            raise bad(str(error)) from error
+        await self._router.place(number, backend, stores[0] if stores else None)
+        return json_response({"worker": backend.name, "url": f"http://{backend.host}:{backend.port}"})
 
 
 async def _object(request: Request) -> dict[str, Any]:

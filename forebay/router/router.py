@@ -50,6 +50,7 @@ class Router:
         self.prompts = Prompts(config, self.upstreams)
         self.proxy = Proxy(config, self.routing, self.upstreams, self.prompts, self.metrics, rng)
         self.listeners: dict[str, Listener] = {}
+        self._stores = {store.name: store for store in config.stores}
         self._curves = {name: curve_of(config, server) for name, server in servers_of(config).items()}
 
     def _went_down(self, number: int) -> None:
@@ -71,6 +72,21 @@ class Router:
         """Stop listening. Waits for threads; not on the loop."""
         for listener in self.listeners.values():
             listener.close()
+
+    async def place(self, number: int, backend: Backend, store: StoreStream | None) -> None:
+        """A worker is somewhere else from now on, with its store (None: that one stays). What was known of their
+        streams is forgotten; answers that come from the old place go on elsewhere."""
+        upstream = self.upstreams.all[number]
+        upstream.move(backend)
+        self._went_down(number)
+        if store is not None:
+            self._stores[store.name] = store
+        for owner in (backend.name, *([store.name] if store is not None else [])):
+            listener = self.listeners.pop(owner, None)
+            if listener is not None:
+                await asyncio.to_thread(listener.close)
+                await asyncio.sleep(0)  # what it had handed over is applied, and then forgotten
+                listener.feed.down()
 
     def render_metrics(self) -> bytes:
         """The text of `/metrics`."""
@@ -100,7 +116,7 @@ class Router:
             return
         if backend.events is not None:
             self._listen(backend, backend.name, model, backend.events, backend.replay, None)
-        store: StoreStream | None = next((one for one in self.config.stores if one.name == backend.store), None)
+        store = None if backend.store is None else self._stores[backend.store]
         if store is not None:
             self._listen(backend, store.name, model, store.events, store.replay, QUIET_S)
 

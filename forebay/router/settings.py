@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import urllib.parse
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,13 @@ def backends_of(table: Mapping[str, Any]) -> tuple[Backend, ...]:
     if not 0 < len(table) <= BACKENDS_MAX:
         raise ValueError(f"has {len(table)} workers; it takes 1 to {BACKENDS_MAX}")
     return tuple(_backend(name, given) for name, given in table.items())
+
+
+def moved(backend: Backend, given: Mapping[str, Any]) -> Backend:
+    """The same worker at another address: `url`, and `events` and `replay` of its own stream. Raises ValueError."""
+    table = {name: given[name] for name in ("url", "events", "replay") if given.get(name) is not None}
+    there = _backend(backend.name, table)
+    return replace(backend, host=there.host, port=there.port, events=there.events, replay=there.replay)
 
 
 def stores_of(table: Mapping[str, Any]) -> tuple[StoreStream, ...]:

@@ -46,6 +46,12 @@ class Upstream:
     trouble: str = ""
     down: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def move(self, backend: Backend) -> None:
+        """It is somewhere else now: nothing of before holds."""
+        self.mark(False)
+        self.backend, self.models, self.ours, self.max_context, self.trouble = backend, {}, False, 0, ""
+        self.breaker = Breaker(self.breaker.failures, self.breaker.rest_s)
+
     def mark(self, up: bool) -> None:
         """It is up, or isn't."""
         if up != self.up:

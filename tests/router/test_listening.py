@@ -13,9 +13,11 @@ from forebay.errors import ConfigError
 from forebay.events.publisher import EventPublisher, PublisherLimits, StreamOptions
 from forebay.events.schema import CPU, LOCAL, BlockRemoved, BlockStored
 from forebay.events.subscriber import Received
+from forebay.events.threaded import run_in_thread
 from forebay.router.listening import Listener
-from forebay.router.settings import RouterConfig, backends_of, check, curve_of
-from forebay.scheduler.feed import Feed
+from forebay.router.router import Router
+from forebay.router.settings import RouterConfig, backends_of, check, curve_of, moved, stores_of
+from forebay.scheduler.feed import Feed, Trust
 from forebay.scheduler.index import PrefixIndex
 from forebay.scheduler.places import Holders
 from forebay.tiers.p2p.keys import own_pair
@@ -141,6 +143,46 @@ def test_a_stream_off_the_machine_is_read_with_keys_and_by_nobody_who_has_others
 
     assert asyncio.run(run(router)).counters.stored == 4
     assert asyncio.run(run(stranger)).counters.stored == 0
+
+
+def test_a_worker_that_is_placed_elsewhere_is_believed_to_have_what_is_there_and_nothing_of_before() -> None:
+    told = [run_in_thread(EventPublisher(LOOPBACK, replay=LOOPBACK)) for _ in range(2)]
+    for number, publisher in enumerate(told):
+        publisher.publish([event(16)][: 1 - number] or [BlockRemoved([999], CPU, locality=LOCAL)])
+    streams = [{"events": one.endpoint, "replay": one.replay_endpoint} for one in told]
+
+    async def run() -> None:
+        table = {"url": "http://127.0.0.1:9", "store": "s", **streams[0]}
+        config = RouterConfig(backends_of({"w0": table}), stores_of({"s": streams[0]}), health_s=60)
+        router = Router(config)
+        upstream = router.upstreams.all[0]
+
+        def blocks() -> int:
+            return len(router._index)
+
+        upstream.models = {"m": None}
+        router._listen_to(upstream)
+        async with asyncio.timeout(30):
+            while blocks() < BLOCKS or len(router.listeners) < 2:
+                await asyncio.sleep(0.01)
+            new = moved(upstream.backend, {"url": "http://127.0.0.1:10", **streams[1]})
+            await router.place(0, new, stores_of({"s": streams[1]})[0])
+            assert (blocks(), upstream.backend.port, upstream.models, router.listeners) == (0, 10, {}, {})
+            upstream.models = {"m": None}
+            router._listen_to(upstream)
+            while router.listeners["s"].feed.trust is not Trust.EXACT:
+                await asyncio.sleep(0.01)
+            assert blocks() == 0
+            told[1].publish([event(16)])
+            while blocks() < BLOCKS:
+                await asyncio.sleep(0.01)
+        await asyncio.to_thread(router.close)
+
+    try:
+        asyncio.run(run())
+    finally:
+        for publisher in told:
+            publisher.close()
 
 
 def test_keys_that_cannot_be_had_are_told_at_the_start(tmp_path: Path) -> None:

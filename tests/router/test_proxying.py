@@ -142,6 +142,19 @@ def test_of_a_text_that_grew_only_the_end_is_tokenised_and_workers_are_given_the
         assert b"forebay_router_texts_grown_total 2.0" in router.render_metrics()
 
 
+def test_a_worker_that_is_placed_elsewhere_is_asked_there(tmp_path: Path) -> None:
+    with Scripted(fine) as old, Scripted(fine) as new, routed(old) as (url, router):
+        complete(url)
+        there = f"http://127.0.0.1:{new.server.server_address[1]}"
+        told = httpx.post(f"{url}/router/place", json={"worker": "w0", "url": there}, timeout=20)
+        assert told.json() == {"worker": "w0", "url": there}
+        wait_for("the new place", lambda: router.upstreams.all[0].up, 20)
+        complete(url)
+        assert (len(old.asked), len(new.asked)) == (1, 1)
+        for wrong in ({"worker": "w9", "url": there}, {"worker": "w0", "url": "ftp://x"}, {"worker": "w0"}):
+            assert httpx.post(f"{url}/router/place", json=wrong, timeout=20).status_code == 400
+
+
 def test_what_one_caller_sent_makes_nothing_faster_for_another() -> None:
     with Scripted(fine) as server, routed(server) as (url, router):
         for key in ("a", "b", "a"):
