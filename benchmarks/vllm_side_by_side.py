@@ -243,9 +243,9 @@ def turns(report: Report, setup: Setup, args: argparse.Namespace) -> None:
 
 
 def agent_trace(report: Report, setup: Setup, args: argparse.Namespace) -> None:
-    """Eight sessions of the trace at a sixteenth of their lengths."""
+    """Six sessions of the trace at a sixteenth of their lengths."""
     assert args.trace is not None, "--trace is needed for this cell"
-    prompts = agents(args.trace, sessions=8, requests=12, shrink=16, longest=6000)
+    prompts = agents(args.trace, sessions=6, requests=8, shrink=16, longest=6000)
     small = replace(setup, blocks=DEVICE_BLOCKS)
     _work(report, small, args, "agents", lambda side: replay(side, prompts, 8, 2))
 
