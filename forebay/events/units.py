@@ -286,7 +286,7 @@ class TierView:
                 line.append(ahead)
                 ahead = self._units[ahead].parent
             done.update(line)
-            yield from reversed(line)
+            yield from (known for known in reversed(line) if known in self)
 
     def _run(self, keys: list[bytes]) -> BlockStored:
         units = [self._units[key] for key in keys]

@@ -226,6 +226,7 @@ PIECES = [(w, s) for w in WORDS for s in range(0, len(w), CHUNK_UNITS) if len(w)
 KINDS: list[tuple[GroupKind, ...]] = [
     ("full",), ("full", "full"), ("full", "window"), ("window", "full", "window"), ("window", "window"),
 ]  # fmt: skip
+News = tuple[str, tuple[tuple[int, ...], int], int, str]
 news = st.tuples(
     st.sampled_from(["store", "store", "remove", "remove tier"]),
     st.sampled_from(PIECES), st.integers(0, 2), st.sampled_from(["a", "b"]),
@@ -259,6 +260,60 @@ def test_announcements_are_the_definition_applied_to_the_chunks(
         assert view.stats().units == len({key for piece in naive.chunks.values() for key in piece.keys})
     assert set(blocks(view.snapshot())) == told
     _take_stored(set(), list(view.snapshot()), closed)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(KINDS), st.lists(news, max_size=30),
+    st.lists(st.one_of(st.just("tell"), news), max_size=40),
+)  # fmt: skip
+def test_a_snapshot_that_is_told_while_the_view_changes_and_what_came_meanwhile_are_the_present_state(
+    kinds: tuple[GroupKind, ...], script: list[News], meanwhile: list[News | str]
+) -> None:
+    view, naive = TierView(CPU, kinds), Naive(kinds, closed=False)
+    later: list[BlockStored | BlockRemoved] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("forebay.events.units._RUN_UNITS", 2)  # so that few units are several events
+        for step in script:
+            _step(view, naive, step)
+        snapshot = view.snapshot()
+        told: list[BlockStored] = []
+        for step in meanwhile:
+            if isinstance(step, str):
+                told += itertools.islice(snapshot, 1)
+            else:
+                later += _step(view, naive, step)
+        told += snapshot
+    believed = set(blocks(told))
+    for event in later:
+        (believed.update if isinstance(event, BlockStored) else believed.difference_update)(blocks([event]))
+    assert believed == naive.announced()
+
+
+def test_a_chain_that_was_stored_from_its_end_and_loses_its_middle_while_it_is_told_is_told_without_it() -> None:
+    words = tuple(range(1, 201))
+    keys = path(*words)
+    view = TierView(CPU, FULL)
+    for start in range(190, -1, -10):
+        view.chunk_stored("host", chunk(words[: start + 10], start))
+    snapshot = view.snapshot()
+    first = next(snapshot)
+    view.chunk_removed("host", 0, keys[159])
+    assert blocks([first, *snapshot]) == keys[:150] + keys[160:]
+
+
+def _step(view: TierView, naive: Naive, step: News) -> Sequence[BlockStored | BlockRemoved]:
+    what, (words, start), group, tier = step
+    piece = chunk(words, start, group % len(naive.kinds))
+    name = (tier, piece.group, piece.keys[-1])
+    if what == "store":
+        naive.chunks[name] = piece
+        return view.chunk_stored(tier, piece)
+    if what == "remove":
+        naive.chunks.pop(name, None)
+        return view.chunk_removed(tier, piece.group, piece.keys[-1])
+    naive.chunks = {n: c for n, c in naive.chunks.items() if n[0] != tier}
+    return view.tier_removed(tier)
 
 
 def _take_stored(told: set[bytes], events: list[BlockStored], closed: bool) -> None:
