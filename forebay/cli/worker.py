@@ -53,6 +53,7 @@ SETTINGS = (
     Setting("event_keys", path, None, "directory of CURVE keys, for --events off loopback"),
     Setting("threads", at_least(0), 0, "compute threads; 0 leaves it to torch"),
     *RANKS,
+    Setting("distributed_timeout", duration, 60.0, "how long these wait for one that is stopped or hangs", shown="60s"),
     Setting("label", text, "", "the model's name for people and topics", shown="last part of its path"),
 )
 
@@ -79,6 +80,7 @@ def run(flags: dict[str, Any]) -> int:
     values["ageing_s"] = values.pop("ageing")
     values["lookup_deadline_ms"] = int(1000 * values.pop("lookup_deadline"))
     values["push_queue_bytes"] = values.pop("push_queue")
+    values["distributed_timeout_s"] = values.pop("distributed_timeout")
     values["drain_s"] = values.pop("drain")
     values["events_replay"] = values.pop("replay")
     run_worker(WorkerConfig(**values))

@@ -73,6 +73,8 @@ class WorkerConfig:
     """Processes that share the model: each has a part of the weights and of the KV heads. On CUDA each has a device."""
     trusted_network: str | None = None
     """Interface that ranks may talk over, if not loopback. What they send is neither encrypted nor authenticated."""
+    distributed_timeout_s: float = 60.0
+    """How long ranks wait for one another. After that the worker ends, with all of them: one is stopped, or hangs."""
     label: str = ""
     """The model's name for people, topics and the store's listings; by default the path's last part."""
     cache_dir: Path | None = None
@@ -103,6 +105,8 @@ class WorkerConfig:
             raise ConfigError(f"device is {self.device!r}; use cpu, cuda or cuda:N")
         if not 1 <= self.tensor_parallel_size <= WRITERS_MAX:
             raise ConfigError(f"tensor_parallel_size is {self.tensor_parallel_size}; use 1 to {WRITERS_MAX}")
+        if self.distributed_timeout_s <= 0:
+            raise ConfigError("distributed_timeout must be more than 0")
         if self.tensor_parallel_size > 1 and ":" in self.device:
             raise ConfigError(f"device is {self.device!r}, which is one; with tensor_parallel_size > 1 say cuda")
         if self.events_replay is not None and self.events is None:

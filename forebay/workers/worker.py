@@ -204,6 +204,8 @@ class Worker:
         values = self.parts.stats()
         values["step.now_seconds"] = self.parts.engine.step_seconds()
         values.update(self._events.stats())
+        if self._shared is not None:
+            values["ranks"], values["ranks.orders"] = self._shared.crew.size, self._shared.crew.orders
         values["frontends"] = self._server.connections if self._server is not None else 0
         return WorkerStats(values=values, store=self.parts.store_state())
 

@@ -175,6 +175,9 @@ def test_too_little_memory_is_refused_with_the_amount_that_would_do() -> None:
     ({"device": "tpu"}, "cpu, cuda"),
     ({"events_replay": "tcp://127.0.0.1:0"}, "events_replay needs events"),
     ({"max_waiting": 0}, "at least 1"),
+    ({"tensor_parallel_size": 65}, "use 1 to 64"),
+    ({"tensor_parallel_size": 2, "device": "cuda:1"}, "with tensor_parallel_size > 1 say cuda"),
+    ({"distributed_timeout_s": 0.0}, "distributed_timeout must be more than 0"),
 ])  # fmt: skip
 def test_a_wrong_setting_is_named(change: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):

@@ -22,10 +22,13 @@ class Channel(Generic[S, R]):
     def __init__(self, connection: socket.socket, sends: Codec[S], receives: Codec[R], who: str) -> None:
         self._connection, self._sends, self._receives, self._who = connection, sends, receives, who
 
-    def send(self, message: S) -> None:
-        """Blocks while the other end doesn't read. Raises RankLost."""
+    def send(self, message: S, patience_s: float | None = None) -> None:
+        """Blocks while the other end doesn't read, but not longer than that. Raises RankLost."""
+        self._connection.settimeout(patience_s)
         try:
             self._connection.sendall(self._sends.encode(message))
+        except TimeoutError as error:
+            raise RankLost(f"{self._who} has taken nothing for {patience_s:g} s") from error
         except OSError as error:
             raise RankLost(f"{self._who} is gone ({error.strerror or error})") from error
 
@@ -39,8 +42,6 @@ class Channel(Generic[S, R]):
             raise RankLost(f"{self._who} has said nothing for {patience_s:g} s") from error
         except (OSError, ProtocolError) as error:
             raise RankLost(f"{self._who} is gone ({error})") from error
-        finally:
-            self._connection.settimeout(None)
 
     def _exactly(self, size: int) -> bytes:
         data = bytearray(size)

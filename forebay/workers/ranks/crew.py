@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -33,12 +34,8 @@ from forebay.workers.ranks.messages import (
 )
 from forebay.workers.ranks.progress import Progress
 
-ORDER_S = 60.0
-"""An order takes milliseconds. After this the rank is lost, and so is its worker: it may still be copying, into blocks
-that would be somebody else's by now."""
-
 END_S = 2.0
-"""How long a rank may take to end once it is told."""
+"""How long all of them may take to end once they are told."""
 
 
 @dataclass
@@ -59,9 +56,14 @@ class _Other:
 @dataclass
 class Crew:
     """Ranks 1 and up of one worker. `progress` is rank 0's own. Steps are told by the engine's thread, orders are given
-    by the transfer thread, all else happens on the main thread."""
+    by the transfer thread, all else happens on the main thread.
+
+    A rank that hasn't carried out an order within `patience_s` is lost, and so is its worker: it may still be copying,
+    into blocks that would be somebody else's by now.
+    """
 
     size: int
+    patience_s: float
     progress: Progress = field(default_factory=Progress)
     orders: int = 0
     _others: list[_Other] = field(default_factory=list)
@@ -76,12 +78,12 @@ class Crew:
         for start in starts:
             other = _start(start.rank)
             self._others.append(other)
-            other.steps.send(start)
+            other.steps.send(start, self.patience_s)
 
     def tell(self, message: ToFollower) -> None:
         """Say something to all. Raises RankLost."""
         for other in self._others:
-            other.steps.send(message)
+            other.steps.send(message, self.patience_s)
 
     def until_loaded(self) -> None:
         """Wait until each has done what it was told. Raises RankNotStarted if one has ended instead."""
@@ -119,9 +121,10 @@ class Crew:
         for other in self._others:
             other.steps.close()
             other.moves.close()
+        until = time.monotonic() + (0.0 if self._lost else END_S)
         for other in self._others:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                other.process.wait(END_S)
+                other.process.wait(max(0.0, until - time.monotonic()))
             other.process.kill()
             other.process.wait()
             if other.pidfd >= 0:
@@ -151,7 +154,10 @@ class Crew:
         """Have all compute what this thread computes next. Raises RankLost."""
         if self._lost:
             raise RankLost(self._lost)
-        self.tell(message)
+        try:
+            self.tell(message)
+        except RankLost as error:
+            raise self._lose(str(error)) from error
 
     # --- the transfer thread -------------------------------------------------------------------------------
 
@@ -169,12 +175,12 @@ class Crew:
         ordered = [other for other in self._others if to is None or other.rank in to]
         try:
             for other in ordered:
-                other.moves.send(order)
+                other.moves.send(order, self.patience_s)
             try:
                 if meanwhile is not None:
                     meanwhile()
             finally:
-                answers = [other.moves.receive(ORDER_S) for other in ordered]
+                answers = [other.moves.receive(self.patience_s) for other in ordered]
         except RankLost as error:
             raise self._lose(str(error)) from error
         return answers

@@ -84,13 +84,13 @@ def _serve(start: Start, steps: Channel[Loaded, ToFollower], moves: Channel[Done
     model = load_model(Path(start.directory), dtype=dtype, device=device, ranks=ranks)
     steps.send(Loaded())
     _expect(steps, Meet)
-    ranks.meet(Path(start.rendezvous), device, start.collective_s)
+    ranks.meet(Path(start.rendezvous), device, start.patience_s)
     asked = _expect(steps, Pools)
     pools = model.new_pools(asked.blocks)
     for pool in pools.values():
         pool.fill_(0)  # every page is touched once, now rather than on the way to the first token
     progress, shard = Progress(), shard_of(start.rank, start.size)
-    follower = Follower(decode_namespace(asked.namespace), asked.label, shard, pools, progress)
+    follower = Follower(decode_namespace(asked.namespace), asked.label, shard, pools, progress, start.patience_s)
     threading.Thread(target=_copy, args=(follower, moves), name="copies", daemon=True).start()
     steps.send(Loaded())
     _compute(model, pools, steps, progress)

@@ -18,9 +18,6 @@ from torch import Tensor
 
 from forebay.errors import NotWritable
 
-COLLECTIVE_S = 60.0
-"""A collective that takes longer has lost a rank that still lives (stopped, or hung): it fails, and the worker ends."""
-
 STORE_FILE = "ranks"
 
 
@@ -39,8 +36,11 @@ class ProcessRanks:
         return self._size
 
     def meet(self, folder: Path, device: torch.device, collective_s: float) -> None:
-        """Connect with the other ranks, which do the same. Blocks; raises what torch raises if they don't come."""
+        """Connect with the other ranks, which do the same. Blocks; raises what torch raises if they don't come, and so
+        does every collective that takes longer than `collective_s`: a rank is stopped then, or hangs."""
         backend = "nccl" if device.type == "cuda" else "gloo"
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         store = dist.FileStore(str(folder / STORE_FILE), self._size)
         dist.init_process_group(
             backend, store=store, rank=self._rank, world_size=self._size, timeout=timedelta(seconds=collective_s)

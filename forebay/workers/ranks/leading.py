@@ -23,7 +23,7 @@ from forebay.workers.prefix import GroupShape
 from forebay.workers.ranks.client import LeadClient
 from forebay.workers.ranks.copying import LeadCopier
 from forebay.workers.ranks.crew import Crew
-from forebay.workers.ranks.group import COLLECTIVE_S, ProcessRanks, rendezvous
+from forebay.workers.ranks.group import ProcessRanks, rendezvous
 from forebay.workers.ranks.messages import Meet, Pools, Start
 from forebay.workers.ranks.moving import shard_of, slices_of, writers_of
 from forebay.workers.ranks.network import ranks_interface, use_interface
@@ -104,17 +104,17 @@ def shared_model(config: WorkerConfig, compute: ComputeThread, socket: Path) -> 
     found = compute.call(lambda: find_checkpoint(config))
     check_ranks(found.directory, size)
     devices = _devices(found.device, size)
-    crew, ranks = Crew(size), ProcessRanks(0, size)
+    crew, ranks = Crew(size, config.distributed_timeout_s), ProcessRanks(0, size)
     try:
         with rendezvous(socket) as folder:
             threads = compute.call(lambda: _divide_threads(config.threads, size))
-            crew.start([_start(found, rank, size, devices[rank], threads, folder) for rank in range(1, size)])
+            crew.start([_start(found, crew, rank, devices[rank], threads, folder) for rank in range(1, size)])
             mine = replace(found, device=devices[0])
             model = compute.call(lambda: load_found(mine, ranks))
             weights = compute.call(lambda: fingerprint(config))
             crew.until_loaded()
             crew.tell(Meet())
-            compute.call(lambda: ranks.meet(folder, devices[0], COLLECTIVE_S))
+            compute.call(lambda: ranks.meet(folder, devices[0], crew.patience_s))
         log.info("%d ranks share %s: processes %s", size, config.model_label, ", ".join(map(str, crew.pids)))
         yield Shared(LeadingModel(model, crew), weights, crew)
     finally:
@@ -123,10 +123,10 @@ def shared_model(config: WorkerConfig, compute: ComputeThread, socket: Path) -> 
             ranks.part()
 
 
-def _start(found: Checkpoint, rank: int, size: int, device: torch.device, threads: int, folder: Path) -> Start:
+def _start(found: Checkpoint, crew: Crew, rank: int, device: torch.device, threads: int, folder: Path) -> Start:
     return Start(
-        rank=rank, size=size, directory=str(found.directory), dtype=str(found.dtype).removeprefix("torch."),
-        device=str(device), threads=threads, rendezvous=str(folder), collective_s=COLLECTIVE_S,
+        rank=rank, size=crew.size, directory=str(found.directory), dtype=str(found.dtype).removeprefix("torch."),
+        device=str(device), threads=threads, rendezvous=str(folder), patience_s=crew.patience_s,
     )  # fmt: skip
 
 

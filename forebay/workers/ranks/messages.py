@@ -12,8 +12,8 @@ FRAME_BYTES_MAX = 256 << 20
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """The first message: who you are, and what to load. `threads` are compute threads; `collective_s` is how long one
-    collective may take."""
+    """The first message: who you are, and what to load. `threads` are compute threads; `patience_s` is how long ranks
+    wait for one another."""
 
     rank: int
     size: int
@@ -22,7 +22,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     device: str
     threads: int
     rendezvous: str
-    collective_s: float
+    patience_s: float
 
 
 class Loaded(msgspec.Struct, tag=True, frozen=True):

@@ -26,9 +26,6 @@ from forebay.workers.ranks.messages import Attach, Detach, Done, Fill, Finish, L
 from forebay.workers.ranks.progress import Progress
 from forebay.workers.ranks.slices import Slices
 
-STEP_S = 60.0
-"""How long the step may take that an order waits for."""
-
 R = TypeVar("R")
 
 log = logging.getLogger(__name__)
@@ -57,14 +54,16 @@ def slices_of(namespace: Namespace, pools: Mapping[str, Tensor], shard: Shard) -
 
 
 class Follower:
-    """Carries out rank 0's orders. `run` is its thread's body; it ends when rank 0 closes the channel (RankLost)."""
+    """Carries out rank 0's orders. `run` is its thread's body; it ends when rank 0 closes the channel (RankLost). The
+    step that an order waits for may take `patience_s`."""
 
     def __init__(
-        self, namespace: Namespace, label: str, shard: Shard, pools: Mapping[str, Tensor], progress: Progress
-    ) -> None:
+        self, namespace: Namespace, label: str, shard: Shard, pools: Mapping[str, Tensor], progress: Progress,
+        patience_s: float,
+    ) -> None:  # fmt: skip
         self._namespace, self._label, self._shard = namespace, label, shard
         self._slices = slices_of(namespace, pools, shard)
-        self._progress = progress
+        self._progress, self._patience_s = progress, patience_s
         self._loop = asyncio.new_event_loop()
         self._client: AsyncStoreClient | None = None
         self._parts: list[_Part] = []
@@ -89,12 +88,12 @@ class Follower:
             case Detach():
                 self._detach()
             case Load():
-                self._progress.wait(order.after, STEP_S)
+                self._progress.wait(order.after, self._patience_s)
                 self._slices[order.group].load(self._memory(order.place), order.blocks)
             case Share():
                 return Done(given=self._share(order))
             case Fill():
-                self._progress.wait(order.after, STEP_S)
+                self._progress.wait(order.after, self._patience_s)
                 part = self._parts[order.index]
                 self._slices[part.group].store(order.blocks, self._memory(part.place))
             case Finish():
