@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from forebay.kvstore.identity import MATCH_UNIT
 from forebay.workers.meeting import Outstanding, meeting_point
+from forebay.workers.pieces import Piece
 from forebay.workers.rates import Rates
 
 PROBE_S = 0.03
@@ -25,27 +26,6 @@ PROBE_S = 0.03
 
 MET = -1
 """The answer to a claim where the two ends have met."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Tokens [start, end) at one chunk position. `missing` are the units that each group lacks and must have, `loads`
-    the bytes by tier that have to be brought for them first (none: host memory has them)."""
-
-    start: int
-    end: int
-    position: int
-    missing: tuple[tuple[range, ...], ...]
-    loads: Mapping[str, int]
-
-    @property
-    def wanted(self) -> list[tuple[int, int]]:
-        """Places (group, chunk position) that hold what is missing."""
-        return [(group, self.position) for group, runs in enumerate(self.missing) if runs]
-
-    def units(self, group: int) -> int:
-        """How many units `group` lacks."""
-        return sum(map(len, self.missing[group]))
 
 
 @dataclass(slots=True)

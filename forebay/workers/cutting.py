@@ -19,11 +19,12 @@ from forebay.kvstore.client import AsyncStoreClient
 from forebay.kvstore.identity import MATCH_UNIT
 from forebay.kvstore.protocol import BATCH_ITEMS_MAX, ChunkRead, Fetched, Place
 from forebay.workers.counters import Counters
-from forebay.workers.cut import Cut, Piece
-from forebay.workers.moves import DEVICE, HOST, GroupRoom, Opened, Pull, Pulled
+from forebay.workers.cut import Cut
+from forebay.workers.moves import DEVICE, HOST, Opened, Pull, Pulled
+from forebay.workers.pieces import Piece, plan_pieces
 from forebay.workers.prefix import GroupShape
 from forebay.workers.rates import Rates
-from forebay.workers.reading import Copy, Reading, missing_runs
+from forebay.workers.reading import Copy, Reading
 
 SEGMENT_S = 0.04
 """What one segment should take, so that not much is lost where the ends meet; at least one piece."""
@@ -41,27 +42,6 @@ ABANDONED_MAX = 256
 """Answers that come too late and must be released; with more of them under way no new cut is begun."""
 
 log = logging.getLogger(__name__)
-
-
-def plan_pieces(
-    shapes: Sequence[GroupShape], rooms: Sequence[GroupRoom], start: int, reach: int, places: Sequence[Place]
-) -> list[Piece]:
-    """What a hit of `reach` tokens lacks from `start` on, chunk position by chunk position."""
-    size = shapes[0].chunk_tokens
-    offers = {(place.group, place.position): place for place in places}
-    pieces = []
-    for position in range(start // size, -(-reach // size)):
-        begin, end = max(start, position * size), min(reach, (position + 1) * size)
-        loads: Counter[str] = Counter()
-        missing = []
-        for group, (shape, room) in enumerate(zip(shapes, rooms, strict=True)):
-            first = max(begin // MATCH_UNIT, shape.first_unit(reach))
-            missing.append(tuple(missing_runs(room.have, first, end // MATCH_UNIT)))
-            offer = offers.get((group, position))
-            if missing[-1] and offer is not None:
-                loads[offer.tier] += offer.length
-        pieces.append(Piece(begin, end, position, tuple(missing), loads))
-    return pieces
 
 
 @dataclass(eq=False, slots=True)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from forebay.kvstore.protocol import NewChunk
-from forebay.workers.cut import Cut
+
+if TYPE_CHECKING:
+    from forebay.workers.cut import Cut
 
 HOST, DEVICE = "host", "device"
 """Where KV may come from, beside tiers, which go by their names."""

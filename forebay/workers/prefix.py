@@ -92,3 +92,15 @@ def _runs_ending(pool: GroupPool, keys: Sequence[bytes]) -> list[int]:
     for key in keys:
         runs.append(runs[-1] + 1 if pool.find(key) is not None else 0)
     return runs
+
+
+def missing_runs(have: Sequence[range], first: int, last: int) -> list[range]:
+    """What [first, last) lacks, given ascending runs of what is there."""
+    missing: list[range] = []
+    for run in have:
+        if first < min(run.start, last):
+            missing.append(range(first, min(run.start, last)))
+        first = max(first, run.stop)
+    if first < last:
+        missing.append(range(first, last))
+    return missing

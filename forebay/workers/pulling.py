@@ -25,9 +25,9 @@ from forebay.workers.copying import Copier
 from forebay.workers.counters import Counters
 from forebay.workers.cutting import Cutter
 from forebay.workers.moves import DEVICE, HOST, Opened, Pull, Pulled
-from forebay.workers.prefix import GroupShape
+from forebay.workers.prefix import GroupShape, missing_runs
 from forebay.workers.rates import Rates
-from forebay.workers.reading import Copy, Reading, missing_runs
+from forebay.workers.reading import Copy, Reading
 
 ATTEMPTS_MAX = 3
 """Lookups of one pull, when chunks turn out to be damaged."""

@@ -71,15 +71,3 @@ class Reading:
         except CorruptChunk:
             return 0
         return copier.load(source, checksums[8 * copy.first : 8 * (copy.first + len(copy.blocks))], copy.blocks)
-
-
-def missing_runs(have: Sequence[range], first: int, last: int) -> list[range]:
-    """What [first, last) lacks, given ascending runs of what is there."""
-    missing: list[range] = []
-    for run in have:
-        if first < min(run.start, last):
-            missing.append(range(first, min(run.start, last)))
-        first = max(first, run.stop)
-    if first < last:
-        missing.append(range(first, last))
-    return missing

@@ -12,16 +12,16 @@ import time
 import traceback
 from collections import Counter
 
-from tests.scheduler.batch_worlds import crowd, play, world
+from tests.scheduler.batch_worlds import crowd, halves, play, world
 
 
 def campaign(first: int, seeds: int) -> list[str]:
-    """Play seeds [first, first + seeds) as a world and as a crowd; the names of those that failed. Prints figures."""
+    """Play seeds [first, first + seeds) as worlds of each kind; the names of those that failed. Prints figures."""
     failed: list[str] = []
     totals: Counter[str] = Counter()
     began = time.monotonic()
     for seed in range(first, first + seeds):
-        for make in (world, crowd):
+        for make in (world, crowd, halves):
             worker, arrivals = make(seed)
             try:
                 play(worker, arrivals)
@@ -32,6 +32,7 @@ def campaign(first: int, seeds: int) -> list[str]:
                 worlds=1, turns=worker.turn, requests=len(arrivals), preempted=worker.preempted,
                 loads=worker.gained, loads_failed=worker.failed, cancelled=worker.cancelled, pushes=len(worker.pushed),
                 waited_for_draining=worker.drained, asleep=worker.slept, longest=0,
+                met_halfway=worker.cuts.met, woken=worker.cuts.woken, broken_off=worker.cuts.broken,
             )  # fmt: skip
             totals["longest"] = max(totals["longest"], worker.turn)
     print(f"seeds {first} to {first + seeds - 1}, {time.monotonic() - began:.0f} s")

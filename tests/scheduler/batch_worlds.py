@@ -48,6 +48,22 @@ def crowd(seed: int) -> World:
     return worker, arrivals
 
 
+def halves(seed: int) -> World:
+    """A world of prompts that nobody has computed before and somebody has stored: each is loaded from its back while it
+    is computed from its front."""
+    chance = random.Random(f"halves {seed}")
+    prompts, outputs = chance.choice([(300, 20), (160, 120), (90, 160)])
+    arrivals = [arrival(chance, prompts, outputs) for _ in range(chance.randint(2, 16))]
+    for number, one in enumerate(arrivals):
+        one.prompt = [number % 5] * min(len(one.prompt), chance.choice([16, 48])) + one.prompt
+        one.fresh = False
+    worker = _worker(chance, chance.choice([1, 3, 8]), arrivals, slack=chance.choice([0, 4, 40]))
+    worker.holdings.ask_store = True
+    worker.cuts.share, worker.cuts.holes = 1.0, chance.choice([0.0, 0.02, 0.2])
+    worker.cuts.pace = chance.choice([0.5, 0.05])
+    return worker, arrivals
+
+
 def _worker(chance: random.Random, running: int, arrivals: list[Arrival], slack: int) -> Worker:
     chunk = chance.choice([16, 32, 64])
     limits = Limits(
@@ -62,6 +78,7 @@ def _worker(chance: random.Random, running: int, arrivals: list[Arrival], slack:
         shapes, [shape.footprint(longest) + slack for shape in shapes], limits, chance, chunk,
         load_turns=chance.choice([1, 3, 8, 60]), load_fails=chance.choice([0.0, 0.3, 1.0]),
         push_turns=chance.randint(0, 6), store=chance.random() < 0.7,
+        cut_share=chance.choice([0.0, 0.5, 1.0]), cut_holes=chance.choice([0.0, 0.1, 0.5]),
     )  # fmt: skip
 
 
@@ -69,7 +86,7 @@ def play(worker: Worker, arrivals: list[Arrival]) -> None:
     """Play all arrivals until everyone is done. Fails when nothing can happen any more, or for too long."""
     pending = dict(enumerate(arrivals))
     leaving = {key: a.turn + a.cancel_after for key, a in pending.items() if a.cancel_after is not None}
-    while len(worker.done) < len(arrivals) or worker.loads or worker.pushes:
+    while len(worker.done) < len(arrivals) or worker.under_way:
         for key in [key for key, a in pending.items() if a.turn <= worker.turn]:
             worker.submit(key, pending.pop(key))
         for key in [key for key, turn in leaving.items() if turn <= worker.turn and key not in pending]:
@@ -77,7 +94,7 @@ def play(worker: Worker, arrivals: list[Arrival]) -> None:
             worker.cancel(key)
         worker.step()
         worker.check_books()
-        news = worker.awake or pending or leaving or worker.loads or worker.pushes
+        news = worker.awake or pending or leaving or worker.under_way
         assert news or len(worker.done) == len(arrivals), "deadlock: everybody waits, and nothing will happen"
         assert worker.turn < TURNS_MAX, "somebody starves"
     assert all(why == "finished" for key, why in worker.done.items() if arrivals[key].cancel_after is None)

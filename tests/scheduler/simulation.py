@@ -24,6 +24,7 @@ from forebay.workers.holdings import Holdings
 from forebay.workers.moves import Pull, Pulled, Push, Pushed
 from forebay.workers.prefix import GroupShape
 from forebay.workers.sealing import DeviceMemory
+from tests.scheduler.simulated_cuts import Cuts
 
 ROOT = root_key(bytes(32))
 
@@ -77,6 +78,8 @@ class Worker:
     load_fails: float = 0.3
     push_turns: int = 2
     store: bool = True
+    cut_share: float = 0.0
+    cut_holes: float = 0.1
     log: Log = field(default_factory=Log)
 
     def __post_init__(self) -> None:
@@ -93,7 +96,8 @@ class Worker:
         self.output: dict[object, int] = {}
         self.preempted = self.gained = self.drained = self.failed = self.cancelled = self.slept = 0
         self.awake = True
-        self._due: dict[object, Request] = {}
+        self.due: dict[object, Request] = {}
+        self.cuts = Cuts(self, self.cut_share, self.cut_holes)
         self._grow = self.memory.grow
         self.memory.grow = self._watch_growth  # type: ignore[method-assign]
 
@@ -122,6 +126,7 @@ class Worker:
         """One turn: what has ended ends, then one plan is made and carried out, unless the worker sleeps."""
         self.turn += 1
         self._end_pushes()
+        self.cuts.turn()
         self._end_loads()
         if not self.awake:
             self.slept += 1
@@ -139,6 +144,11 @@ class Worker:
             self._compute(work)
         return plan
 
+    @property
+    def under_way(self) -> bool:
+        """Will something happen by itself?"""
+        return bool(self.loads or self.pushes or self.cuts.open)
+
     def _waiting(self) -> list[Request]:
         return list(self.scheduler._waiting._ranked)
 
@@ -147,6 +157,8 @@ class Worker:
         self.loads = [(turn, pull) for turn, pull in self.loads if turn > self.turn]
         for pull in due:
             self.awake = True
+            if self.cuts.begin(pull):
+                continue
             request = self.scheduler.find(pull.request)
             assert request is not None
             if request.state is not RequestState.FINISHED:
@@ -154,14 +166,18 @@ class Worker:
             if self.scheduler.load_ended(pull.request) is None:
                 self.holdings.forget(pull.request)
             else:
-                self._due[request.key] = request
+                self.due[request.key] = request
 
     def _load(self, pull: Pull) -> Pulled:
-        nothing: tuple[dict[int, int], ...] = tuple({} for _ in self.shapes)
         hit = self.chance.randrange(0, pull.limit + 1, MATCH_UNIT)
         if self.chance.random() < self.load_fails:
             self.failed += 1
-            return Pulled(pull.request, 0, nothing)
+            return Pulled(pull.request, 0, tuple({} for _ in self.shapes))
+        return self.place(pull, hit)
+
+    def place(self, pull: Pull, hit: int) -> Pulled:
+        """Write what a hit of this length lacks into the spare blocks."""
+        nothing: tuple[dict[int, int], ...] = tuple({} for _ in self.shapes)
         if hit <= pull.device_hit:
             return Pulled(pull.request, 0, nothing, stored=hit)
         keys = Chain(pull.root, unpack_tokens(pull.tokens), chunk_tokens=self.chunk_tokens).keys
@@ -225,7 +241,8 @@ class Worker:
         self.memory.advance(request)
         if len(request.tokens) - request.prompt_tokens >= self.output[request.key]:
             self.scheduler.finish(request)
-            self.holdings.forget(request.key)
+            if not holding.holds:  # else its load has not ended
+                self.holdings.forget(request.key)
             self.done[request.key] = "finished"
 
     def _check_reads(self, group: int, shape: GroupShape, work: Work) -> None:
@@ -287,7 +304,7 @@ class Worker:
     def _check_ended_loads(self, plan: Plan) -> None:
         """I3, I4: a load that ended, well or not, makes its request runnable at once, and it is computed as soon as
         there is budget."""
-        due, self._due = self._due, {}
+        due, self.due = self.due, {}
         for key, request in due.items():
             if request.state is RequestState.FINISHED:
                 continue  # cancelled between the end of its load and the plan

@@ -23,6 +23,7 @@ class CountingMemory:
     load: bool = False
     hit: int = 0
     draining: bool = False
+    claims: list[int] = field(default_factory=list)
     held: dict[object, int] = field(default_factory=dict)
 
     @property
@@ -45,6 +46,9 @@ class CountingMemory:
             return Growth.SHORT
         self.held[request.key] += max(0, need)
         return Growth.READY
+
+    def claim(self, request: Request, count: int) -> int:
+        return min(count, self.claims.pop(0)) if self.claims else 0
 
     def release(self, request: Request) -> None:
         del self.held[request.key]
@@ -209,3 +213,74 @@ def test_the_queue_is_bounded_and_a_refused_request_leaves_no_trace() -> None:
     with pytest.raises(QueueFull):
         s.submit(request("c", 5))
     assert s.waiting == 2 and s.find("c") is None
+
+
+def cut(s: BatchScheduler, memory: CountingMemory, key: str, tokens: int) -> Request:
+    """A request that is being loaded, and has something to compute meanwhile."""
+    memory.load = True
+    made = request(key, tokens)
+    s.submit(made)
+    assert s.plan().loads == [made]
+    memory.load, made.cut = False, True
+    s.load_opened(key)
+    return made
+
+
+def test_a_request_with_a_cut_computes_what_its_memory_lets_it_and_waits_for_the_rest() -> None:
+    s, memory = scheduler()
+    made = cut(s, memory, "a", 100)
+    memory.claims = [40, 10]
+    assert [carry_out(s.plan()) for _ in range(3)] == [{"a": 40}, {"a": 10}, {}]
+    assert made.state is RequestState.LOADING and s.loading == 1
+    s.load_opened("a")
+    memory.claims = [20]
+    assert carry_out(s.plan()) == {"a": 20}
+    made.cut = False
+    assert s.load_ended("a") is made
+    assert carry_out(s.plan()) == {"a": 30}
+
+
+def test_others_are_admitted_while_it_waits() -> None:
+    s, memory = scheduler()
+    cut(s, memory, "a", 100)
+    s.submit(request("b", 30))
+    assert carry_out(s.plan()) == {"b": 30}
+
+
+def test_who_is_being_loaded_is_not_preempted_though_it_computes() -> None:
+    s, memory = scheduler(CountingMemory(blocks=12))
+    s.submit(request("old", 31))
+    s.plan().works[0].request.computed = 31
+    s.find("old").tokens.append(2)  # type: ignore[union-attr]
+    made = cut(s, memory, "new", 80)
+    memory.blocks, memory.claims = sum(memory.held.values()), [16] * 8
+    for _ in range(20):
+        plan = s.plan()
+        assert not plan.preempted
+        carry_out(plan)
+    assert made.state is not RequestState.WAITING
+    made.cut = False
+    s.load_ended("new")
+    while not (plan := s.plan()).preempted:
+        carry_out(plan)
+    assert plan.preempted == [made], "now it may be"
+
+
+def test_one_that_finishes_while_it_is_being_loaded_keeps_its_blocks_until_that_has_ended() -> None:
+    s, memory = scheduler()
+    made = cut(s, memory, "a", 20)
+    memory.claims = [20]
+    carry_out(s.plan())
+    s.finish(made)
+    assert "a" in memory.held and s.find("a") is made
+    assert s.load_ended("a") is None
+    assert "a" not in memory.held and s.find("a") is None
+
+
+def test_one_that_is_cancelled_while_it_is_being_loaded_does_too() -> None:
+    s, memory = scheduler()
+    cut(s, memory, "a", 20)
+    assert s.cancel("a") is not None and s.cancel("a") is None
+    assert "a" in memory.held
+    assert s.load_ended("a") is None
+    assert "a" not in memory.held

@@ -12,7 +12,7 @@ import pytest
 
 from forebay.scheduler.plan import Limits
 from forebay.workers.prefix import GroupShape
-from tests.scheduler.batch_worlds import crowd, play, world
+from tests.scheduler.batch_worlds import crowd, halves, play, world
 from tests.scheduler.simulation import Arrival, Worker, geometry
 
 
@@ -37,11 +37,29 @@ def test_the_crowd_meets_preemptions_failures_cancellations_and_draining_blocks(
         workers.append(worker)
     assert sum(w.preempted for w in workers) > 20
     assert sum(w.gained for w in workers) > 50
-    assert sum(w.failed for w in workers) > 50
+    assert sum(w.failed for w in workers) > 30
     assert sum(w.cancelled for w in workers) > 50
     assert sum(w.drained for w in workers) > 5
     assert sum(w.slept for w in workers) > 50
     assert sum(len(w.pushed) for w in workers) > 500
+
+
+@pytest.mark.parametrize("first", range(0, 300, 100))
+def test_prefixes_that_are_computed_and_loaded_from_both_ends_are_whole(first: int) -> None:
+    for seed in range(first, first + 100):
+        play(*halves(seed))
+
+
+def test_those_ends_meet_wait_for_each_other_and_break_off() -> None:
+    workers = []
+    for seed in range(100):
+        worker, arrivals = halves(seed)
+        play(worker, arrivals)
+        workers.append(worker)
+    assert sum(w.cuts.met for w in workers) > 40, "computed from the front and loaded from the back"
+    assert sum(w.cuts.woken for w in workers) > 100, "waited for a load, and then not any more"
+    assert sum(w.cuts.broken for w in workers) > 50, "a load that did not bring all"
+    assert sum(w.cancelled for w in workers) > 50
 
 
 def busy_worker(ageing_s: float) -> Worker:
