@@ -1,4 +1,8 @@
-"""Fingerprints of LoRA adapters: what is in their files, whatever they are called and wherever they lie."""
+"""Fingerprints of LoRA adapters: what is in their files, whatever they are called and wherever they lie.
+
+An engine reads an adapter once and may hold it for long; its files may be written anew meanwhile. So what was found for
+an engine's adapter at first must be found each time: else nobody knows which of them computes.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ _DOMAIN = b"forebay/adapter/1\0"
 _STEP = 16 << 20
 FILES_MAX = 64
 CACHED_MAX = 1024
+CHANGED = b""
+"""Instead of a fingerprint: there have been several."""
 
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".json")
 Identity = tuple[tuple[str, int, int, int, int], ...]
@@ -20,9 +26,23 @@ class Adapters:
 
     def __init__(self) -> None:
         self._known: OrderedDict[Identity, bytes] = OrderedDict()
+        self._first: OrderedDict[int, bytes] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._known)
+
+    def of_engine(self, number: int, folder: Path) -> bytes:
+        """The fingerprint of what the engine knows as its adapter `number`. Raises as `fingerprint`, and ValueError
+        from then on that it isn't what it was at first."""
+        found = self.fingerprint(folder)
+        if self._first.setdefault(number, found) != found:
+            self._first[number] = CHANGED
+        self._first.move_to_end(number)
+        while len(self._first) > CACHED_MAX:
+            self._first.popitem(last=False)
+        if self._first[number] == CHANGED:
+            raise ValueError(f"{folder} isn't what it was when the engine read it: load it under another name")
+        return found
 
     def fingerprint(self, folder: Path) -> bytes:
         """32 bytes for the adapter in `folder`. Blocks on the disk for what is new. Raises OSError or ValueError."""

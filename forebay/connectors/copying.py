@@ -139,6 +139,11 @@ class GroupCopier:
         device = self.stacks[0].device
         self._bounce = None if device.type == "cpu" else Bounce(device)
 
+    def follow_engine(self) -> None:
+        """What is stored from now on, on whatever thread, was written on the stream of the thread that calls this."""
+        if self._bounce is not None:
+            self._bounce.follow_engine()
+
     def load(self, payload: memoryview, start: int, first: int, last: int, tables: Tables) -> None:
         """Copy tokens [first, last) of the chunk that begins at `start` into their blocks. Blocks for that time.
 
@@ -243,6 +248,11 @@ class Bounce:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
+        self._engine = torch.cuda.current_stream(device)
+
+    def follow_engine(self) -> None:
+        """The engine computes on the present stream of the thread that calls this. Each thread has one of its own."""
+        self._engine = torch.cuda.current_stream(self._device)
 
     @contextmanager
     def loading(self, granules: Tensor) -> Iterator[Tensor]:
@@ -255,7 +265,7 @@ class Bounce:
     def storing(self, granules: Tensor) -> Iterator[Tensor]:
         """Gives a device buffer like `granules`. What is read to fill it was written by the engine's stream, which goes
         on when it is full."""
-        engine = torch.cuda.current_stream(self._device)
+        engine = self._engine
         self._stream.wait_stream(engine)
         with torch.cuda.stream(self._stream):
             yield torch.empty_like(granules, device=self._device)

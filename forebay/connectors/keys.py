@@ -19,6 +19,7 @@ from forebay.kvstore.identity import MATCH_UNIT, Namespace, chunk_key, chunk_key
 from forebay.kvstore.layout import round_down
 
 _EXTRA_DOMAIN = b"forebay/extra/1\0"
+_HEX = frozenset("0123456789abcdef")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,11 @@ class Input:
     content: str
     offset: int
     length: int
+
+
+def is_digest(name: str) -> bool:
+    """Could this be a hash of contents, in hex? What else a client may call an input proves nothing."""
+    return len(name) in (64, 128) and set(name) <= _HEX
 
 
 def extra_of(adapter: bytes, inputs: Sequence[Input]) -> bytes:

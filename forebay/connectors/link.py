@@ -17,7 +17,7 @@ from typing import Any
 import uvloop
 
 from forebay.connectors.questions import Answer, Question
-from forebay.errors import ForebayError, RequestRefused, StoreError
+from forebay.errors import ForebayError, RequestRefused, StoreError, StoreUnavailable
 from forebay.kvstore.client import AsyncStoreClient
 from forebay.kvstore.identity import Namespace
 from forebay.kvstore.protocol import Stats
@@ -30,6 +30,9 @@ WATCH_S = 0.25
 
 GRACE_S = 1.0
 """How much longer than the store's own deadline a lookup may take before its store counts as hung."""
+
+REGISTER_S = 5.0
+"""How long a store may take to learn of a namespace before it counts as hung."""
 
 LEASE_MS = 60_000
 """How long a lookup's pins hold, if nobody gives them back."""
@@ -94,7 +97,8 @@ class StoreLink:
 
     def ask(self, question: Question, deadline_ms: int) -> None:
         """Look a prefix up; see `Question`."""
-        self.run(lambda: self._lookup(question, deadline_ms))
+        if not self._soon(self._begin, lambda: self._lookup(question, deadline_ms)):
+            question.give(None)
 
     def release(self, boot: bytes, lease: int) -> None:
         """Give a lease of that store back. One of an earlier connection has ended with it."""
@@ -124,9 +128,13 @@ class StoreLink:
                 self._soon(end)
                 self._thread.join(wait_s)
 
-    def _soon(self, call: Callable[..., None], *arguments: Any) -> None:
-        with suppress(RuntimeError):  # the loop has been closed: it is over
+    def _soon(self, call: Callable[..., None], *arguments: Any) -> bool:
+        """False if the loop has been closed: it is over."""
+        try:
             self._loop.call_soon_threadsafe(call, *arguments)
+        except RuntimeError:
+            return False
+        return True
 
     # --- on the thread -----------------------------------------------------------------------------------
 
@@ -138,6 +146,7 @@ class StoreLink:
         except asyncio.CancelledError:
             log.warning("gave up on %d transfers at the end", len(self._tasks))
         finally:
+            self._boot = b""
             self._loop.run_until_complete(self.client.close())
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()
@@ -210,11 +219,18 @@ class StoreLink:
     async def _register(self) -> None:
         """Make the present namespace known, if there is one and it isn't."""
         namespace = self._namespace
-        if namespace is not None and namespace.id != self._known:
-            self._known = await self.client.register(namespace, self._label)
+        if namespace is None or namespace.id == self._known:
+            return
+        try:
+            async with asyncio.timeout(REGISTER_S):
+                self._known = await self.client.register(namespace, self._label)
+                stats = await self.client.stats() if self._introduced is not None else None
+        except TimeoutError as error:
+            raise StoreUnavailable("the store takes no namespace; is it hung?") from error
+        if namespace is self._namespace:  # else there is a newer one by now
             self._boot = self.client.boot
-            if self._introduced is not None:
-                self._introduced(self._known, await self.client.stats())
+        if self._introduced is not None and stats is not None:
+            self._introduced(self._known, stats)
 
     async def _watch(self) -> None:
         """Until the connection is lost, or we are told to stop."""
@@ -224,6 +240,8 @@ class StoreLink:
                 await self._nap(WATCH_S)
         except StoreError as error:
             log.warning("lost the store: %s", error)
+        except Exception:
+            log.exception("lost the store in a way that it should not be; connecting anew")
         if not self._stopping:
             self._boot = b""
             self.losses += 1

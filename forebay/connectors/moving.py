@@ -121,19 +121,26 @@ class Mover:
     # --- the engine's thread -----------------------------------------------------------------------------
 
     def begin(self, orders: Orders) -> None:
-        """Before the forward."""
+        """Before the forward. If it raises nothing has begun, and `refuse` answers instead."""
         self._batch = None
+        for copier in self._copiers:
+            copier.follow_engine()
         if not (orders.loads or orders.spans or orders.tails):
             return
         if orders.namespace != self._namespace:
             namespace = decode_namespace(orders.namespace)
             self._namespace, self._chunk_tokens = orders.namespace, namespace.chunk_tokens
             self._link.use(namespace)
+        # What the engine waits for must be answered once, so all that could fail comes first.
+        tails = self._tails(orders.tails)
+        rooms = self._rooms(orders.spans)
         for load in orders.loads:
             self._count(loading=1)
             self._link.run(lambda load=load: self._load(load))  # type: ignore[misc]
-        self._begin_tails(orders.tails)
-        if rooms := self._rooms(orders.spans):
+        for request, tail in tails.items():
+            self._count(sending=1)
+            self._link.run(lambda request=request, tail=tail: self._send(request, tail))  # type: ignore[misc]
+        if rooms:
             self._batch = batch = Batch(rooms)
             self._link.run(lambda: self._reserve(batch))
 
@@ -191,17 +198,19 @@ class Mover:
         return kept
 
     def _copy_out(self, batch: Batch) -> None:
-        if not batch.ready.wait(self._store_wait_s) or not self._link.room_lock.acquire(blocking=False):
-            self.counters["stores.late"] += len(batch.rooms)
-            for room in batch.rooms:
-                room.staged = bytearray(room.bytes)
-                self._fill(room, memoryview(room.staged))
-        else:
-            try:
-                self._fill_all(batch)
-            finally:
-                self._link.room_lock.release()
-        self._link.run(lambda: self._settle(batch))
+        try:
+            if batch.ready.wait(self._store_wait_s) and self._link.room_lock.acquire(blocking=False):
+                try:
+                    self._fill_all(batch)
+                finally:
+                    self._link.room_lock.release()
+            else:
+                self.counters["stores.late"] += len(batch.rooms)
+                for room in batch.rooms:
+                    room.staged = bytearray(room.bytes)
+                    self._fill(room, memoryview(room.staged))
+        finally:
+            self._link.run(lambda: self._settle(batch))  # also what was not filled leaves the queue
 
     def _fill_all(self, batch: Batch) -> None:
         """Copy out what has a place that is still ours. The room lock is held."""
@@ -217,14 +226,11 @@ class Mover:
         except LookupError as error:
             log.warning("a chunk could not be copied out: %s", error)
 
-    def _begin_tails(self, tails: Sequence[Span]) -> None:
+    def _tails(self, tails: Sequence[Span]) -> dict[str, Batch]:
         by_request: dict[str, list[Span]] = {}
         for span in tails:
             by_request.setdefault(span.request, []).append(span)
-        for request, spans in by_request.items():
-            batch = Batch(self._rooms(spans))
-            self._count(sending=1)
-            self._link.run(lambda request=request, batch=batch: self._send(request, batch))  # type: ignore[misc]
+        return {request: Batch(self._rooms(spans)) for request, spans in by_request.items()}
 
     # --- the connection's loop: stores -------------------------------------------------------------------
 
@@ -278,7 +284,7 @@ class Mover:
             await self._commit([room for room in mine if room.finish is not None])
         except TimeoutError:
             await self._link.give_up("the store doesn't answer commits")
-        except StoreError as error:
+        except (StoreError, LookupError) as error:  # a connection that is lost takes its mappings along
             self.counters["stores.lost"] += 1
             log.debug("storing failed: %s", error)
         finally:
@@ -292,6 +298,8 @@ class Mover:
         written = await loop.run_in_executor(self._threads, self._finish, alone, True)
         written += await loop.run_in_executor(self._threads, self._finish, shared, False)
         for at in range(0, len(written), BATCH_CHUNKS):
+            if any(room.session != self._link.session for room in rooms):
+                raise StoreUnavailable("the connection that reserved these chunks is gone")
             committing = self._link.client.commit(written[at : at + BATCH_CHUNKS])
             committed = await asyncio.wait_for(committing, ANSWER_S)
             self.counters["stores.committed"] += committed.committed
@@ -329,7 +337,8 @@ class Mover:
         """Store the tail of a request that has ended."""
         try:
             await self._reserve(batch)
-            await asyncio.get_running_loop().run_in_executor(self._threads, self._fill_tails, batch)
+            if any(room.reserved for room in batch.rooms):
+                await asyncio.get_running_loop().run_in_executor(self._threads, self._fill_tails, batch)
         finally:
             # Its blocks aren't read any more: the engine need not wait for the hash.
             with self._changed:

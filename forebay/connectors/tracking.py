@@ -36,6 +36,9 @@ again needn't be offered each time."""
 FAILURES_MAX = 2
 """Loads of one request that may fail before it is computed without asking again."""
 
+UNSTORED = 1 << 62
+"""As many tokens as no request has: nothing more of it is stored."""
+
 
 class EngineRequest(Protocol):
     """What is read of an engine's request."""
@@ -88,9 +91,18 @@ class Stage(Enum):
     RUNNING = "running"
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """When a chunk was offered, and for which of our groups."""
+
+    at: float
+    groups: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class Tracked:
-    """One request. `stored` tokens have been offered to the store, or are known to be there."""
+    """One request. `stored` tokens have been offered to the store, or are known to be there. `answered_at` is when it
+    was asked about, until that is answered."""
 
     request: EngineRequest
     keys: RequestKeys
@@ -106,7 +118,8 @@ class Tracked:
 
 @dataclass(slots=True)
 class Tracker:
-    """All requests that are followed. `clock` is in seconds; fewer than `load_min` tokens are computed, not loaded."""
+    """All requests that are followed. `clock` is in seconds; fewer than `load_min` tokens are computed, not loaded, and
+    after `ask_s` nobody waits for an answer any more."""
 
     namespace: Namespace
     groups: tuple[EngineGroup, ...]
@@ -115,12 +128,13 @@ class Tracker:
     requests_max: int
     tenant: str = ""
     load_min: int = 1
+    ask_s: float = 30.0
     counters: Counter[str] = field(default_factory=Counter)
     hits: dict[str, dict[str, int]] = field(default_factory=dict)
     requests: dict[str, Tracked] = field(default_factory=dict)
     tails: dict[str, int] = field(default_factory=dict)
     orders: Orders = field(default_factory=Orders)
-    offered: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
+    offered: OrderedDict[bytes, Offer] = field(default_factory=OrderedDict)
     offered_to: bytes = b""
 
     # --- a request comes -------------------------------------------------------------------------------
@@ -196,23 +210,38 @@ class Tracker:
         if not question.answered:
             wait(question)
         if not question.answered:
+            if self.clock() - tracked.answered_at >= self.ask_s:
+                self._give_back(tracked)
+                self._heard(tracked, None)
             return
         answer = question.take()
-        tracked.question, tracked.stage, tracked.answered_at = None, Stage.ANSWERED, self.clock()
+        tracked.question, tracked.answer = None, answer if answer is not None and answer.lease else None
+        if answer is not None and (not 0 <= answer.hit <= question.prefix.limit or answer.hit % MATCH_UNIT):
+            self._give_back(tracked)
+            answer = None
+        self._heard(tracked, answer)
+
+    def _heard(self, tracked: Tracked, answer: Answer | None) -> None:
+        """This is what the store has said; None: nothing of use."""
+        tracked.stage, tracked.answered_at = Stage.ANSWERED, self.clock()
         if answer is None:
             self.counters["lookups.failed"] += 1
-            return
-        tracked.stored = round_down(answer.hit, self.namespace.chunk_tokens)
-        tracked.answer = answer if answer.lease else None
+        else:
+            tracked.stored = round_down(answer.hit, self.namespace.chunk_tokens)
 
     def allocated(self, request_id: str, tables: Tables, external: int) -> None:
         """The engine has given blocks; `external` tokens after those that it has are to be loaded."""
         tracked = self.requests.get(request_id)
         if tracked is None or tracked.stage is Stage.LOADING:
             return
-        if external <= 0 or tracked.answer is None:
+        if external <= 0:
             self._give_back(tracked)
             tracked.stage = Stage.RUNNING
+            return
+        if tracked.answer is None:
+            # Never promised, and yet the engine waits for it: the ranks say that it has failed.
+            tracked.stage = Stage.LOADING
+            self.orders.loads.append(Load(request_id, b"", 0, external, (), tables))
             return
         answer, first = tracked.answer, tracked.promised_from
         tracked.stage = Stage.LOADING
@@ -232,6 +261,8 @@ class Tracker:
             if request_id in failed:
                 tracked.stage = Stage.NEW
                 tracked.failures += 1
+                if tracked.stored != UNSTORED:
+                    tracked.stored = 0  # what is computed now may be better than what is there
                 self.counters["loads.failed"] += 1
             if tracked.ended:
                 del self.requests[request_id]
@@ -258,35 +289,38 @@ class Tracker:
             self._order(self.orders.spans, tracked, start, start + size, tables)
             tracked.stored = start + size
 
-    def _order(self, spans: list[Span], tracked: Tracked, start: int, end: int, tables: Tables) -> bool:
+    def _order(self, spans: list[Span], tracked: Tracked, start: int, end: int, tables: Tables) -> None:
         tokens, keys = tracked.request.all_token_ids, tracked.keys
         parent = keys.parent(start, lambda first, last: tokens[first:last])
         packed = pack_tokens(tokens[start:end])
         key = keys.key(parent, packed)
-        if self._just_offered(key):
-            return False
-        whole = self._whole_groups(start, end, tables)
-        self.counters["stores.incomplete"] += len(self.namespace.groups) - len(whole)
-        if not whole:
-            return False
+        before = self._just_offered(key)
+        if len(before) == len(self.namespace.groups):
+            return
+        new = tuple(group for group in self._whole_groups(start, end, tables) if group not in before)
+        if new or not before:
+            self.counters["stores.incomplete"] += len(self.namespace.groups) - len(before) - len(new)
+        if not new:
+            return
+        self._note_offered(key, (*before, *new))
         cuts = tuple(cut(start, end, g.block_tokens, t) for g, t in zip(self.groups, tables, strict=True))
         request_id = tracked.request.request_id
-        spans.append(Span(request_id, self.tenant, start, end, key, parent, packed, keys.extra, tuple(whole), cuts))
-        return True
+        spans.append(Span(request_id, self.tenant, start, end, key, parent, packed, keys.extra, new, cuts))
 
-    def _just_offered(self, key: bytes) -> bool:
-        """Was this chunk offered to this store a moment ago? If not it is now."""
-        now, boot = self.clock(), self.store.boot()
+    def _just_offered(self, key: bytes) -> frozenset[int]:
+        """For which groups this chunk was offered to this store a moment ago."""
+        boot = self.store.boot()
         if boot != self.offered_to:
             self.offered.clear()
             self.offered_to = boot
-        if now - self.offered.get(key, -OFFERED_S) < OFFERED_S:
-            return True
-        self.offered[key] = now
+        offer = self.offered.get(key)
+        return frozenset(offer.groups) if offer is not None and self.clock() - offer.at < OFFERED_S else frozenset()
+
+    def _note_offered(self, key: bytes, groups: tuple[int, ...]) -> None:
+        self.offered[key] = Offer(self.clock(), groups)
         self.offered.move_to_end(key)
         while len(self.offered) > OFFERED_MAX:
             self.offered.popitem(last=False)
-        return False
 
     def _whole_groups(self, start: int, end: int, tables: Tables) -> list[int]:
         """Our groups of which every token of [start, end) is in blocks."""
@@ -312,15 +346,17 @@ class Tracker:
     def _order_tail(self, tracked: Tracked, tables: Tables) -> bool:
         request, size = tracked.request, self.namespace.chunk_tokens
         end = round_down(min(request.num_computed_tokens, request.num_tokens - 1), MATCH_UNIT)
-        ordered = 0
+        spans: list[Span] = []
         while tracked.stored < end:
             start = round_down(tracked.stored, size)
             stop = min(start + size, end)
-            ordered += self._order(self.orders.tails, tracked, start, stop, tables)
+            self._order(spans, tracked, start, stop, tables)
             tracked.stored = stop
-        if ordered:
-            self.tails[request.request_id] = ordered
-        return ordered > 0
+        if spans:
+            # All or nothing: the engine must not hear of a tail of which it was not told to keep the blocks.
+            self.orders.tails += spans
+            self.tails[request.request_id] = len(spans)
+        return bool(spans)
 
     def drop(self, request_id: str) -> None:
         """Follow a request no longer; it is served without the store."""
@@ -352,7 +388,7 @@ class Tracker:
                 self._give_back(tracked)
                 tracked.stage = Stage.RUNNING
             tracked.keys = rekey(tracked)
-            tracked.failures, tracked.stored = FAILURES_MAX, 1 << 62  # what it has computed is of the old weights
+            tracked.failures, tracked.stored = FAILURES_MAX, UNSTORED  # what it has computed is of the old weights
         self.orders = Orders(loads=self.orders.loads)
 
     # --- pins --------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.connectors.adapters import Adapters
-from forebay.connectors.keys import Input, RequestKeys, extra_of, salt_of
+from forebay.connectors.keys import Input, RequestKeys, extra_of, is_digest, salt_of
 from forebay.kvstore.identity import Chain, GroupGeometry, Namespace, pack_tokens, root_key
 
 NAMESPACE = Namespace(
@@ -59,6 +59,11 @@ def test_whatever_changes_kv_is_in_extra() -> None:
     assert extras[0] == b"" and len(set(extras)) == len(extras)
 
 
+def test_a_name_that_a_client_gave_is_no_hash() -> None:
+    assert is_digest("0f" * 32) and is_digest("0f" * 64)
+    assert not any(is_digest(name) for name in ("", "cat.png", "0F" * 32, "0f" * 31, "lora:" + "0f" * 32))
+
+
 def _adapter(folder: Path, weights: bytes) -> Path:
     folder.mkdir()
     (folder / "adapter_config.json").write_text('{"r": 8}')
@@ -76,6 +81,19 @@ def test_an_adapter_is_its_contents_whatever_it_is_called(tmp_path: Path) -> Non
     assert len(adapters) == 4
 
 
+def test_an_engines_adapter_that_is_written_anew_is_not_told_any_more(tmp_path: Path) -> None:
+    """The engine may have read either, at any time."""
+    adapters = Adapters()
+    folder = _adapter(tmp_path / "one", b"123")
+    first = adapters.of_engine(1, folder)
+    assert adapters.of_engine(1, folder) == first == adapters.of_engine(2, _adapter(tmp_path / "copy", b"123"))
+    for contents in (b"1234", b"123"):
+        (folder / "adapter_model.safetensors").write_bytes(contents)
+        with pytest.raises(ValueError, match="another name"):
+            adapters.of_engine(1, folder)
+    assert adapters.of_engine(3, folder) == first
+
+
 def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="0 files"):
         Adapters().fingerprint(tmp_path)
@@ -87,5 +105,5 @@ def test_the_cache_of_adapters_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("forebay.connectors.adapters.CACHED_MAX", 2)
     adapters = Adapters()
     for index in range(4):
-        adapters.fingerprint(_adapter(tmp_path / str(index), bytes([index])))
-    assert len(adapters) == 2
+        adapters.of_engine(index, _adapter(tmp_path / str(index), bytes([index])))
+    assert len(adapters) == 2 == len(adapters._first)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -198,6 +200,86 @@ def test_a_damaged_chunk_is_a_failed_load_and_is_not_served_again(cluster: Clust
         assert not one.done().failed
 
 
+def test_what_is_no_longer_pinned_and_was_given_to_another_chunk_is_a_failed_load(
+    cluster: Cluster, ranks: list[Rank]
+) -> None:
+    """A rank that is so late that the lease has ended: the slot's generation tells."""
+    one = rank(cluster, ranks)
+    fill(one.engine, range(2 * CHUNK))
+    one.step(one.orders(spans=[one.span("w", 0, CHUNK)]))
+    one.settled()
+    answer = one.ask()
+    assert answer is not None and answer.hit == CHUNK
+    one.link.release(answer.boot, answer.lease)
+    with StoreClient(cluster.store_address) as client:
+        client.clear()
+        for number in range(4):  # until it has the slot
+            one.step(one.orders(spans=[one.span("w", 0, CHUNK, b"salt %d" % number)]))
+            one.settled()
+        kept = {row.key for row in client.list_chunks().rows}
+    assert len(kept) == 4 and answer.chunks[0].key not in kept
+    one.step(one.orders(loads=[one.load(answer)]))
+    assert one.done().failed == {"r"} and one.mover.counters["loaded.host.chunks"] == 0
+
+
+def test_orders_that_can_not_be_begun_are_refused_and_answered_once(
+    cluster: Cluster, ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine ends if it hears of a request twice, and waits for ever if it doesn't hear of it at all."""
+    one = rank(cluster, ranks)
+    load = Load("r", one.link.boot(), 0, CHUNK, (), one.engine.tables)
+    orders = one.orders(loads=[load], tails=[one.span("t", 0, 48)], spans=[one.span("w", 0, CHUNK)])
+    calls: list[int] = []
+
+    def broken(geometry: GroupGeometry, tokens: int) -> int:
+        calls.append(tokens)
+        if len(calls) == 2:
+            raise OverflowError("too many tokens")
+        return payload_bytes(geometry, tokens)
+
+    monkeypatch.setattr("forebay.connectors.moving.payload_bytes", broken)
+    with pytest.raises(OverflowError):
+        one.mover.begin(orders)
+    assert one.mover.loading == one.mover.sending == 0
+    one.mover.refuse(orders)
+    assert one.mover.take_done() == Done({"t"}, {"r"}, {"r"})
+
+
+def test_a_copy_that_fails_leaves_nothing_in_the_queue_nor_reserved(
+    cluster: Cluster, ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = rank(cluster, ranks)
+
+    def broken(*arguments: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(one.engine.copier, "store", broken)
+    with pytest.raises(RuntimeError):
+        one.step(one.orders(spans=[one.span("w", 0, CHUNK), one.span("w", CHUNK, 2 * CHUNK)]))
+    one.settled()
+    wait_for("nothing reserved", lambda: cluster.store_values()["host.reserved_bytes"] == 0, 30)
+
+
+def test_tails_are_read_behind_what_the_engines_own_thread_has_started(
+    cluster: Cluster, ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an accelerator each thread has a stream of its own, and tails are copied on another one."""
+    one = rank(cluster, ranks)
+    seen: list[tuple[str, int]] = []
+    store = one.engine.copier.store
+    monkeypatch.setattr(one.engine.copier, "follow_engine", lambda: seen.append(("engine", threading.get_ident())))
+
+    def storing(*arguments: Any) -> Any:
+        seen.append(("store", threading.get_ident()))
+        return store(*arguments)
+
+    monkeypatch.setattr(one.engine.copier, "store", storing)
+    one.step(one.orders(tails=[one.span("t", 0, 48)]))
+    assert one.done().sent == {"t"}
+    assert [what for what, _ in seen] == ["engine", "store"]
+    assert seen[0][1] == threading.get_ident() != seen[1][1]
+
+
 def test_a_load_into_a_hole_fails_and_is_reported(cluster: Cluster, ranks: list[Rank]) -> None:
     one = rank(cluster, ranks)
     fill(one.engine, range(CHUNK))
@@ -343,6 +425,49 @@ def test_a_store_that_hangs_for_good_is_given_up_and_comes_back(
     one.settled()
     answer = one.ask()
     assert answer is not None and answer.hit == CHUNK
+
+
+def test_a_store_that_hangs_before_it_knows_a_namespace_is_given_up_and_comes_back(
+    cluster: Cluster, ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forebay.connectors.link.REGISTER_S", 0.2)
+    one = rank(cluster, ranks)
+    pid = cluster.processes["store"].pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        one.link.use(replace_namespace(epoch=1))
+        wait_for("the loss", lambda: one.link.losses, 30)
+        assert not one.link.boot()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    monkeypatch.setattr("forebay.connectors.link.REGISTER_S", 30)
+    wait_for("a new connection", one.link.boot, 30)
+
+
+def test_whatever_goes_wrong_on_its_thread_a_link_goes_on(cluster: Cluster, ranks: list[Rank]) -> None:
+    told: list[bytes] = []
+
+    def introduced(namespace: bytes, stats: object) -> None:
+        told.append(namespace)
+        if len(told) == 2:
+            raise KeyError("a store says what nobody expects")
+
+    link = StoreLink(cluster.store_address, name="test", group=b"g" * 16, introduced=introduced)
+    link.start()
+    try:
+        link.use(namespace())
+        wait_for("a connection", link.boot, 30)
+        link.use(replace_namespace(epoch=1))
+        wait_for("another one", lambda: link.connects == 2 and link.boot(), 30)
+        assert link.losses == 1
+    finally:
+        link.stop()
+
+
+def test_what_is_asked_of_a_link_that_has_ended_is_answered(cluster: Cluster, ranks: list[Rank]) -> None:
+    one = rank(cluster, ranks)
+    one.link.stop()
+    assert not one.link.boot() and one.ask() is None
 
 
 def test_the_queue_is_bounded_in_bytes(cluster: Cluster, ranks: list[Rank]) -> None:

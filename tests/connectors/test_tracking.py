@@ -253,6 +253,54 @@ def test_whatever_a_request_is_doing_when_it_ends_no_pin_stays(phase: str) -> No
     assert store.released == {1: 1} and not track.requests and not track.hits
 
 
+def test_what_is_never_answered_is_waited_for_no_longer_than_that() -> None:
+    store, clock = Store(), Clock()
+    track = tracker(store, clock)
+    added(track)
+    assert track.matched("r", 0, impatient) is None
+    clock.now += track.ask_s
+    assert track.matched("r", 0, impatient) == 0 and track.counters["lookups.failed"] == 1
+    lease = store.answer(store.questions[0], 64)
+    assert store.released == {lease: 1}, "it came too late for anybody"
+    assert track.matched("r", 0, impatient) == 0 and len(store.questions) == 1
+
+
+@pytest.mark.parametrize("hit", [112, 2048, -16, 63])
+def test_an_answer_that_can_not_be_is_none_and_its_pins_are_given_back(hit: int) -> None:
+    """100 tokens were asked for, so that 96 can be found: more would leave the engine nothing to compute."""
+    store = Store()
+    track = tracker(store)
+    added(track)
+    found = track.matched("r", 0, lambda question: store.answer(question, hit) and None)
+    assert found == 0 and store.released == {1: 1} and track.counters["lookups.failed"] == 1
+
+
+def test_what_the_engine_waits_for_though_it_was_not_promised_is_reported_as_failed() -> None:
+    store = Store()
+    track = tracker(store)
+    added(track)
+    assert track.matched("r", 0, lambda question: store.answer(question, 0) and None) == 0
+    track.allocated("r", tables(64), 64)
+    (load,) = track.take_orders().loads
+    assert not load.boot and not load.chunks, "no rank can load it"
+    track.received(["r"], ["r"])
+    assert track.requests["r"].stage is Stage.NEW
+
+
+def test_what_is_computed_after_failed_loads_is_offered_from_its_beginning() -> None:
+    store = Store()
+    track = tracker(store)
+    added(track)
+    for _ in range(2):
+        track.matched("r", 0, lambda question: store.answer(question, 64) and None)
+        track.allocated("r", tables(64), 64)
+        track.received(["r"], ["r"])
+        track.take_orders()
+    assert track.matched("r", 0, impatient) == 0
+    track.step("r", 100, lambda: tables(100))
+    assert [span.start for span in track.take_orders().spans] == [0, 32, 64]
+
+
 def test_an_answer_that_no_blocks_are_found_for_is_given_back_in_time() -> None:
     store, clock = Store(), Clock()
     track = tracker(store, clock)
@@ -346,6 +394,35 @@ def test_what_was_offered_a_moment_ago_is_not_offered_again_unless_the_store_is_
     assert offered == [1, 0, 1, 1]
 
 
+def test_a_group_that_was_lacking_is_offered_when_it_is_there() -> None:
+    track = tracker(Store())
+    offered = []
+    for name, hole in (("a", 2), ("b", 0), ("c", 0), ("d", 2)):
+        added(track, 40, name)
+        track.step(name, 40, lambda hole=hole: tables(40, hole=hole))
+        offered.append([span.groups for span in track.take_orders().spans])
+    assert offered == [[(0,)], [(1,)], [], []] and track.counters["stores.incomplete"] == 1
+
+
+def test_a_tail_is_ordered_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine keeps a request's blocks only if it is told to, and must not hear of a tail that it gave away."""
+    track = tracker(Store())
+    request = added(track, 100)
+    request.num_computed_tokens = 100
+    made: list[int] = []
+
+    def broken(tokens: list[int]) -> bytes:
+        made.append(len(tokens))
+        if len(made) > 2:
+            raise OverflowError("not a token")
+        return pack_tokens(tokens)
+
+    monkeypatch.setattr("forebay.connectors.tracking.pack_tokens", broken)
+    with pytest.raises(OverflowError):
+        track.finished("r", tables(100))
+    assert not track.take_orders().tails and not track.tails and not track.requests
+
+
 def test_what_is_remembered_as_offered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forebay.connectors.tracking.OFFERED_MAX", 3)
     track = tracker(Store())
@@ -426,8 +503,11 @@ class Scheduling(RuleBasedStateMachine):
         unanswered = [question for question in self.store.questions if not question.answered]
         if unanswered:
             question = data.draw(st.sampled_from(unanswered))
-            if data.draw(st.integers(0, 9)) == 0:
+            kind = data.draw(st.integers(0, 9))
+            if kind == 0:
                 question.give(None)
+            elif kind == 1:
+                self.store.answer(question, data.draw(st.sampled_from([question.prefix.limit + 16, -16, 7])))
             else:
                 self.store.answer(question, min(16 * hit, question.prefix.limit))
 
@@ -463,7 +543,7 @@ class Scheduling(RuleBasedStateMachine):
                 self.loading.discard(name)
                 self.ended_loading.add(name)
 
-    @rule(seconds=st.sampled_from([1.0, STALE_S]))
+    @rule(seconds=st.sampled_from([1.0, STALE_S, 30.0]))
     def wait(self, seconds: float) -> None:
         self.clock.now += seconds
 

@@ -53,24 +53,31 @@ class ForebayStats(KVConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         """For the log."""
-        return {f"forebay {name}": value for name, value in sorted(self.data[COUNTS].items()) if value}
+        told = {**self.data[GAUGES], **{name: value for name, value in self.data[COUNTS].items() if value}}
+        return {f"forebay {name}": told[name] for name in sorted(told)}
 
     def is_empty(self) -> bool:
         """Is there nothing to tell?"""
-        return not any(self.data[COUNTS].values())
+        return not self.data[GAUGES] and not any(self.data[COUNTS].values())
 
 
 class Differences:
-    """What counters have gained since they were last looked at."""
+    """What counters have gained, and which gauges have changed, since they were last looked at."""
 
     def __init__(self) -> None:
         self._seen: Counter[str] = Counter()
+        self._gauges: dict[str, int] = {}
 
     def since(self, now: Mapping[str, float]) -> dict[str, float]:
         """Gains by name; those without are left out."""
         gained = {name: value - self._seen[name] for name, value in now.items() if value != self._seen[name]}
         self._seen = Counter(now)  # type: ignore[arg-type]
         return gained
+
+    def changed(self, now: Mapping[str, int]) -> dict[str, int]:
+        """Gauges that aren't what they were."""
+        before, self._gauges = self._gauges, dict(now)
+        return {name: value for name, value in now.items() if before.get(name) != value}
 
 
 class ForebayMetrics(KVConnectorPromMetrics):

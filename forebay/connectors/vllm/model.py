@@ -7,7 +7,6 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
@@ -108,7 +107,7 @@ def namespace_of(config: VllmConfig, grouping: Grouping, chunk_tokens: int, cach
         chunk_tokens=chunk_tokens,
         compute=str(model.dtype).removeprefix("torch."),
         quantisation=str(model.quantization or "none"),
-        positions=_positions(model.hf_text_config.to_dict(), directory),
+        positions=_positions(config, directory),
     )
     refusal = check_namespace(namespace)
     if refusal:
@@ -128,16 +127,22 @@ def _directory(model: str, revision: str | None, download_dir: str | None) -> Pa
     return Path(found)
 
 
-def _positions(values: dict[str, Any], directory: Path) -> tuple[tuple[str, str], ...]:
+def _positions(config: VllmConfig, directory: Path) -> tuple[tuple[str, str], ...]:
     """As our own worker describes the families that it knows; else all of the configuration, as a hash."""
-    config = Config(values, directory / "config.json")
+    model = config.model_config
+    values = model.hf_text_config.to_dict()
+    ours = Config(values, directory / "config.json")
     try:
-        rope = find_family(config).info(config).rope
+        rope = find_family(ours).info(ours).rope
         if any(name.endswith(".dynamic") for name in rope):
             raise UnsupportedArchitecture("vLLM stretches positions dynamically by another rule than our worker")
+        if model.hf_overrides or model.hf_config_path:
+            raise UnsupportedArchitecture("vLLM computes by another configuration than our worker reads")
         return tuple(sorted((name, str(value)) for name, value in rope.items()))
     except UnsupportedArchitecture:
         kept = {name: value for name, value in values.items() if name not in UNNAMED}
+        if "longrope" in repr(values):
+            kept["max_model_len"] = model.max_model_len  # by it vLLM chooses between a model's two sets of factors
         text = json.dumps(kept, sort_keys=True, default=str)
         return (("config", hashlib.sha256(text.encode()).hexdigest()),)
     except ForebayError as error:

@@ -20,8 +20,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from forebay.connectors.adapters import Adapters
 from forebay.connectors.guard import guarded, guarded_errors, nothing
-from forebay.connectors.keys import Input, RequestKeys, extra_of, salt_of
-from forebay.connectors.link import StoreLink
+from forebay.connectors.keys import Input, RequestKeys, extra_of, is_digest, salt_of
+from forebay.connectors.link import GRACE_S, StoreLink
 from forebay.connectors.orders import Orders, Tables
 from forebay.connectors.questions import Question
 from forebay.connectors.relay import Relay, stream_of
@@ -31,12 +31,25 @@ from forebay.connectors.vllm.events import as_vllm
 from forebay.connectors.vllm.metrics import COUNTS, GAUGES, Differences, ForebayStats
 from forebay.connectors.vllm.model import grouping_of, namespace_of
 from forebay.errors import ForebayError
-from forebay.kvstore.identity import encode_namespace
+from forebay.kvstore.identity import Namespace, encode_namespace
 from forebay.kvstore.protocol import Stats
 
 log = logging.getLogger(__name__)
 
 ADAPTERS_WAITING_MAX = 1024
+ADAPTER_S = 10.0
+"""How long a request may wait until its adapter's files have been read; after that it is served without the store."""
+
+ANSWER_S = 3.0
+"""How much longer than it should take a lookup is waited for, whatever has become of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A request's adapter is being read, until `until` at the latest."""
+
+    keys: Future[RequestKeys]
+    until: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +90,13 @@ class SchedulerSide:
             introduced=self._introduced if settings.events else None,
         )  # fmt: skip
         self._tracker: Tracker | None = None
+        self._lock = threading.Lock()
+        """Held while the epoch and what belongs to it change."""
+        self._epoch = 0
         self._encoded = b""
         self._adapters = Adapters()
         self._reader = ThreadPoolExecutor(1, "forebay-adapters")
-        self._waiting: dict[str, Future[RequestKeys]] = {}
+        self._waiting: dict[str, Reading] = {}
         self._patience_s = settings.patience_ms / 1000
         self._differences = Differences()
         self._link.start()
@@ -96,7 +112,19 @@ class SchedulerSide:
         except (ForebayError, OSError) as error:
             log.error("this model is served without the store: %s", error)
             return
-        tracker = Tracker(
+        except Exception:
+            log.exception("this model is served without the store, for a reason that should not be")
+            return
+        with self._lock:
+            namespace = msgspec.structs.replace(namespace, epoch=self._epoch)
+            self._serve(namespace)
+        log.info("chunks of this model are shared in namespace %s", namespace.id.hex()[:16])
+
+    def _serve(self, namespace: Namespace) -> None:
+        settings = self._settings
+        self._encoded = encode_namespace(namespace)
+        self._link.use(namespace)
+        self._tracker = Tracker(
             namespace=namespace,
             groups=self._grouping.engine,
             store=Connection(self._link, settings.lookup_deadline_ms),
@@ -104,11 +132,8 @@ class SchedulerSide:
             requests_max=settings.requests_max,
             tenant=settings.tenant,
             load_min=settings.load_tokens_min,
+            ask_s=settings.lookup_deadline_ms / 1000 + GRACE_S + ANSWER_S,
         )
-        self._encoded = encode_namespace(namespace)
-        self._link.use(namespace)
-        self._tracker = tracker
-        log.info("chunks of this model are shared in namespace %s", namespace.id.hex()[:16])
 
     def _introduced(self, namespace: bytes, stats: Stats) -> None:
         """The store has said where its events are."""
@@ -127,15 +152,33 @@ class SchedulerSide:
     def on_new_request(self, request: Any) -> None:
         """Follow it, if its KV can be told by what it consists of."""
         tracker = self._tracker
-        if tracker is None or request.prompt_token_ids is None or request.prompt_embeds is not None:
+        if tracker is None or not _can_be_told(request):
             return
         if request.lora_request is None:
             tracker.add(request, self._keys(tracker, request, b""))
         elif len(self._waiting) < ADAPTERS_WAITING_MAX and tracker.add(request, self._keys(tracker, request, b"?")):
-            self._waiting[request.request_id] = self._reader.submit(self._adapter_keys, tracker, request)
+            keys = self._reader.submit(self._adapter_keys, tracker, request)
+            self._waiting[request.request_id] = Reading(keys, time.monotonic() + ADAPTER_S)
 
     def _adapter_keys(self, tracker: Tracker, request: Any) -> RequestKeys:
-        return self._keys(tracker, request, self._adapters.fingerprint(Path(request.lora_request.lora_path)))
+        adapter = request.lora_request
+        return self._keys(tracker, request, self._adapters.of_engine(adapter.lora_int_id, Path(adapter.lora_path)))
+
+    def _read(self, tracker: Tracker, request_id: str) -> bool:
+        """Has the request's adapter been read, if it has one? One that can't be is not followed any more."""
+        reading = self._waiting.get(request_id)
+        if reading is None:
+            return True
+        if not reading.keys.done() and time.monotonic() < reading.until:
+            return False
+        del self._waiting[request_id]
+        error = reading.keys.exception() if reading.keys.done() else TimeoutError("its files take too long to read")
+        if error is not None:
+            log.warning("an adapter can't be told by its contents: %s", error)
+            tracker.drop(request_id)
+        elif request_id in tracker.requests:
+            tracker.requests[request_id].keys = reading.keys.result()
+        return True
 
     def _keys(self, tracker: Tracker, request: Any, adapter: bytes) -> RequestKeys:
         inputs = [
@@ -150,16 +193,8 @@ class SchedulerSide:
         tracker = self._tracker
         if tracker is None or not self._loads or request.skip_reading_prefix_cache:
             return 0, False
-        waiting = self._waiting.get(request.request_id)
-        if waiting is not None:
-            if not waiting.done():
-                return None, False
-            del self._waiting[request.request_id]
-            if waiting.exception() is not None:
-                log.warning("an adapter can't be told by its contents: %s", waiting.exception())
-                tracker.drop(request.request_id)
-                return 0, False
-            tracker.requests[request.request_id].keys = waiting.result()
+        if not self._read(tracker, request.request_id):
+            return None, False
         found = tracker.matched(request.request_id, computed, self._wait)
         return found, bool(found)
 
@@ -201,7 +236,7 @@ class SchedulerSide:
             return
         state = output.kv_connector_block_state
         for request_id, scheduled in output.num_scheduled_tokens.items():
-            if request_id not in self._waiting:
+            if self._read(tracker, request_id):
                 tracker.step(request_id, scheduled, partial(_tables, state, request_id))
 
     def output(self, output: Any) -> None:
@@ -223,13 +258,15 @@ class SchedulerSide:
 
     def reset(self) -> bool:
         """Weights may have changed in place: nothing that is stored belongs to them, here or for anybody else."""
-        tracker = self._tracker
+        with self._lock:
+            # Not a count: another engine's first update is another one.
+            self._epoch = int.from_bytes(os.urandom(7), "little")
+            tracker = self._tracker
         if tracker is None:
-            return True
-        # Not a count: another engine's first update is another one.
-        epoch = int.from_bytes(os.urandom(7), "little")
-        namespace = msgspec.structs.replace(tracker.namespace, epoch=epoch)
+            return True  # they aren't known by their files yet, which hold the old ones
+        namespace = msgspec.structs.replace(tracker.namespace, epoch=self._epoch)
         tracker.forget_all(namespace, lambda tracked: _rekeyed(namespace, tracked))
+        self._waiting.clear()  # keys that are being made are of the old weights
         self._encoded = encode_namespace(namespace)
         self._link.use(namespace)
         return True
@@ -257,7 +294,15 @@ class SchedulerSide:
             "events.waiting": len(self._relay) if self._relay is not None else 0,
             "store.connected": int(bool(self._link.boot())),
         }
-        return ForebayStats({COUNTS: counts, GAUGES: gauges})
+        return ForebayStats({COUNTS: counts, GAUGES: self._differences.changed(gauges)})
+
+
+def _can_be_told(request: Any) -> bool:
+    """Is all that a request's KV depends on known now, by content? Not of embeddings, of a session whose inputs come
+    one by one, nor of an input that its client has only given a name."""
+    embedded = request.prompt_token_ids is None or request.prompt_embeds is not None
+    named = any(not is_digest(f.mm_hash or f.identifier) for f in request.mm_features or ())
+    return not (embedded or named or request.resumable)
 
 
 def _lacks_prefixes(config: VllmConfig) -> bool:

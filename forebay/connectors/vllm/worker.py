@@ -101,7 +101,7 @@ class WorkerSide:
         now = Counter({f"rank.{name}": value for name, value in self._mover.counters.items()})
         now.update({f"rank.errors.{name}": count for name, count in guarded_errors.items()})
         gauges = {f"rank.{name}": value for name, value in self._mover.gauges().items()}
-        return ForebayStats({COUNTS: self._differences.since(now), GAUGES: gauges})
+        return ForebayStats({COUNTS: self._differences.since(now), GAUGES: self._differences.changed(gauges)})
 
 
 def _replicas(geometry: GroupGeometry, ranks: int) -> int:
