@@ -12,8 +12,17 @@ from typing import NamedTuple
 import numpy as np
 
 from forebay.events.schema import BlockHash, low64
-from forebay.scheduler.key_table import Keys, KeyTable
+from forebay.scheduler.key_table import Keys, KeyTable, Slots
 from forebay.scheduler.places import Tier
+
+_LOW = 0xFFFFFFFFFFFFFFFF
+
+
+class Replaced(NamedTuple):
+    """Blocks whose names now stand for others: their keys, in a tier where they were."""
+
+    tier: Tier
+    keys: Keys
 
 
 class Named(NamedTuple):
@@ -25,9 +34,12 @@ class Named(NamedTuple):
 
 def as_names(hashes: Sequence[BlockHash]) -> Keys:
     """Hashes as 64 bits: numbers as they are (signed ones too), longer ones by their low end."""
-    if hashes and isinstance(hashes[0], int):
-        return np.array([number & 0xFFFFFFFFFFFFFFFF for number in hashes if isinstance(number, int)], np.uint64)
-    return np.array([low64(name) if isinstance(name, bytes) else name for name in hashes], np.uint64)
+    if set(map(type, hashes)) == {int}:
+        try:
+            return np.array(hashes, np.uint64)
+        except OverflowError:
+            pass  # signed
+    return np.array([name & _LOW if isinstance(name, int) else low64(name) for name in hashes], np.uint64)
 
 
 class BlockNames:
@@ -52,13 +64,20 @@ class BlockNames:
         keys, depths, _ = self._table.columns
         return Named(int(keys[slot]), int(depths[slot]))
 
-    def stored(self, names: Keys, keys: Keys, depth: int, tier: Tier) -> None:
-        """Consecutive blocks, from the `depth`-th of their chain, are in a tier now."""
+    def stored(self, names: Keys, keys: Keys, depth: int, tier: Tier) -> list[Replaced]:
+        """Consecutive blocks, from the `depth`-th of their chain, are in a tier now. `names` are all different.
+
+        Returns the blocks that had these names before and are others (64 bits can collide): nothing will ever tell
+        of them any more.
+        """
         slots = self._table.insert(names)
         known_keys, depths, tiers = self._table.columns
+        others = (known_keys[slots] != keys) & (tiers[slots] != 0)
+        replaced = self._replaced(slots[others]) if others.any() else []
         known_keys[slots] = keys
         depths[slots] = np.arange(depth, depth + names.size)
         tiers[slots] |= np.uint8(1 << tier)
+        return replaced
 
     def removed(self, names: Keys, tier: Tier) -> Keys:
         """They aren't in that tier any more: the keys of those that were."""
@@ -71,3 +90,9 @@ class BlockNames:
         tiers[slots] &= ~bit
         self._table.remove(slots[tiers[slots] == 0])
         return keys
+
+    def _replaced(self, slots: Slots) -> list[Replaced]:
+        known_keys, _, tiers = self._table.columns
+        found = [Replaced(tier, known_keys[slots[(tiers[slots] & (1 << tier)) != 0]]) for tier in Tier]
+        tiers[slots] = 0
+        return [one for one in found if one.keys.size]

@@ -1,7 +1,8 @@
 """One owner's events into the index, and how far what the index has of the owner can be trusted.
 
     EXACT       all that was published has been applied
-    DEGRADED    batches were lost for good: everything was forgotten, and what came since is known
+    DEGRADED    batches were lost for good: everything was forgotten, and what came since is known; or an event could
+                not be read, and what it said is missing
     FALLBACK    nothing comes: the stream is down
 
 A stale block costs more than an unknown one, since it draws requests to where their prefix isn't. So a restart and
@@ -11,6 +12,7 @@ can't be used costs itself, not its batch; its blocks are counted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -37,7 +39,8 @@ class FeedCounters:
     """What happened so far, in blocks unless the name says otherwise.
 
     `unknown_medium` came with a medium or locality that isn't known; `unusable` without tokens, with another
-    number of them, in blocks of another size, or of a sliding window's group alone; `duplicates` were there already.
+    number of them, in blocks of another size, with one name for two blocks, or of a sliding window's group alone;
+    `duplicates` were there already; `replaced` were forgotten since their names came to stand for others.
     """
 
     stored: int = 0
@@ -45,6 +48,7 @@ class FeedCounters:
     duplicates: int = 0
     unknown_medium: int = 0
     unusable: int = 0
+    replaced: int = 0
     fences: int = 0
     lost_batches: int = 0
     undecodable_events: int = 0
@@ -79,7 +83,9 @@ class Feed:
         if received.missed and not received.compacted:
             self.counters.lost_batches += received.missed
             self.trust = Trust.DEGRADED
-        self.counters.undecodable_events += received.batch.undecodable
+        if received.batch.undecodable:
+            self.counters.undecodable_events += received.batch.undecodable
+            self.trust = Trust.DEGRADED
         if now is not None and not received.replayed:
             self.counters.lag_s = max(0.0, now - received.batch.ts)
         for event in received.batch.events:
@@ -130,7 +136,7 @@ class Feed:
         size = event.block_size
         if not event.block_hashes or not 0 < size <= BLOCK_TOKENS_MAX or event.kv_cache_spec_sliding_window is not None:
             return False
-        if len(event.token_ids) != size * len(event.block_hashes):
+        if len(event.token_ids) != size * len(event.block_hashes) or not _all_different(event.block_hashes):
             return False
         self.block_tokens = self.block_tokens or size
         if size != self.block_tokens:
@@ -148,7 +154,9 @@ class Feed:
             parent, depth = found.key, found.depth + 1
         extras = None if event.extra_keys is None else [extra_of(entry) for entry in event.extra_keys]
         keys = prefix_keys(parent, as_tokens(event.token_ids), event.block_size, depth=depth, extras=extras)
-        self.names.stored(as_names(event.block_hashes), keys, depth, tier)
+        replaced = self.names.stored(as_names(event.block_hashes), keys, depth, tier)
+        for place, gone in replaced:
+            self.counters.replaced += self.index.removed(self.holders.number(self.owner, place), gone)
         self._stored(tier, keys)
         if not self.orphans.blocks:
             return []
@@ -172,4 +180,9 @@ class Feed:
         self.counters.removed += self.index.removed(self.holders.number(self.owner, tier), keys)
         if self.orphans.blocks:
             hashes: list[BlockHash] = list(event.block_hashes)
-            self.orphans.forget(hashes, event.medium)
+            self.orphans.forget(hashes, tier)
+
+
+def _all_different(hashes: Sequence[BlockHash]) -> bool:
+    """Also by their low 64 bits, which is all that names them here."""
+    return len(set(hashes if set(map(type, hashes)) == {int} else as_names(hashes).tolist())) == len(hashes)

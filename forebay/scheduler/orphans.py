@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import msgspec
 
 from forebay.events.schema import BlockHash, BlockStored
+from forebay.scheduler.places import Tier, tier_of
 
 
 class Orphans:
@@ -23,7 +24,7 @@ class Orphans:
         self._next = 0
 
     def park(self, event: BlockStored) -> None:
-        """Keep it until its parent comes."""
+        """Keep it until its parent comes. Its blocks are all different."""
         assert event.parent_block_hash is not None
         if len(event.block_hashes) > self.max_blocks:
             self.given_up += len(event.block_hashes)
@@ -41,11 +42,12 @@ class Orphans:
         """The events that waited for this block; they are no orphans any more."""
         return [self._take(number) for number in list(self._waiting.get(parent, ()))]
 
-    def forget(self, blocks: Iterable[BlockHash], medium: str | None) -> None:
-        """These blocks were removed from a medium while they were parked; what follows them in their event waits on."""
+    def forget(self, blocks: Iterable[BlockHash], tier: Tier) -> None:
+        """These blocks were removed from a tier while they were parked; what follows them in their event waits on."""
         for block in blocks:
             for number in list(self._where.get(block, ())):
-                if self._events[number].medium == medium:
+                event = self._events[number]
+                if tier_of(event.medium, event.locality) is tier:
                     self._cut(self._take(number), block)
 
     def clear(self) -> None:
@@ -65,7 +67,7 @@ class Orphans:
         event = self._events.pop(number)
         assert event.parent_block_hash is not None
         self._drop(self._waiting, event.parent_block_hash, number)
-        for block in set(event.block_hashes):
+        for block in event.block_hashes:
             self._drop(self._where, block, number)
         self.blocks -= len(event.block_hashes)
         return event

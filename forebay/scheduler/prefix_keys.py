@@ -48,10 +48,13 @@ def extra_of(entry: Sequence[Any] | None) -> int:
 
 
 def as_tokens(tokens: bytes | Sequence[int]) -> Tokens:
-    """Token ids, or their u32 LE form, as an array. Ids over 32 bits are cut to them."""
+    """Token ids, or their u32 LE form, as an array. Ids over 32 bits, and negative ones, are cut to them."""
     if isinstance(tokens, (bytes, bytearray, memoryview)):
         return np.frombuffer(tokens, "<u4")
-    return np.array(tokens, np.uint64).astype(np.uint32)
+    try:
+        return np.array(tokens, np.uint64).astype(np.uint32)
+    except OverflowError:  # no tokeniser has negative ones, but an event may say anything
+        return np.array([token & 0xFFFFFFFF for token in tokens], np.uint32)
 
 
 def prefix_keys(

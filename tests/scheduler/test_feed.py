@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from forebay.events.schema import AllBlocksCleared
+from forebay.events.holdings import Holdings
+from forebay.events.schema import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
 from forebay.scheduler.feed import Trust
 from forebay.scheduler.orphans import Orphans
 from forebay.scheduler.places import Tier, tier_of
-from tests.scheduler.feeding import SIZE, Cluster, received, removed, stored
+from tests.scheduler.feeding import SIZE, Cluster, received, removed, stored, tokens_of
 
 pytestmark = pytest.mark.usefixtures("form")
 
@@ -214,3 +218,129 @@ def test_a_cluster_of_churn_returns_to_its_baseline(cluster: Cluster) -> None:
     for chain in range(1500):
         feed.event(removed([1, 2, 1000 + chain, 4], 2))
     assert (cluster.index.stats().blocks, len(feed.names), feed.names.nbytes) == before
+
+
+def test_a_name_that_comes_to_stand_for_another_block_leaves_nothing_of_the_first(cluster: Cluster) -> None:
+    feed = cluster.feed()
+    feed.event(BlockStored([7], None, [1] * SIZE, SIZE, medium="GPU"))
+    feed.event(BlockStored([7], None, [1] * SIZE, SIZE, medium="CPU", locality="LOCAL"))
+    feed.event(BlockStored([7], None, [2] * SIZE, SIZE, medium="CPU", locality="LOCAL"))
+    held = {(block, tier): cluster.length([block], tier=tier) for block in (1, 2) for tier in (Tier.DEVICE, Tier.HOST)}
+    assert held == {key: int(key == (2, Tier.HOST)) for key in held}
+    assert feed.counters.replaced == 2
+    feed.event(BlockRemoved([7], "GPU"))
+    assert cluster.length([2], tier=Tier.HOST) == 1, "this one was never on the device"
+    feed.event(BlockRemoved([7], "CPU", locality="LOCAL"))
+    assert len(cluster.index) == 0 and len(feed.names) == 0
+
+
+@pytest.mark.parametrize(
+    ("hashes", "unusable"),
+    [([5, 5], 2), ([b"x" * 32, b"x" * 32], 2), ([b"a" * 24 + b"12345678", int.from_bytes(b"12345678", "big")], 2),
+     ([5, b"x" * 32], 0), ([b"x" * 32, 5], 0)],
+)  # fmt: skip
+@pytest.mark.parametrize("parent", [None, 99])
+def test_one_name_for_two_blocks_costs_its_event_and_names_of_both_kinds_do_not(
+    cluster: Cluster, hashes: list[BlockHash], unusable: int, parent: int | None
+) -> None:
+    feed = cluster.feed()
+    odd = BlockStored(hashes, parent, tokens_of([1, 2]), SIZE, medium="GPU")
+    feed.apply(received(odd, BlockRemoved(hashes, "GPU"), stored([8, 9])))
+    assert feed.counters.unusable == unusable and cluster.length([8, 9]) == 2
+    assert len(cluster.index) == 2 and feed.orphans.blocks == 0
+
+
+def test_tokens_that_no_tokeniser_gives_cost_nothing_else(cluster: Cluster) -> None:
+    feed = cluster.feed()
+    feed.apply(received(BlockStored([5], None, [-1] * SIZE, SIZE, medium="GPU"), stored([8, 9])))
+    assert cluster.length([8, 9]) == 2
+    feed.event(BlockRemoved([5], "GPU"))
+    assert len(cluster.index) == 2
+
+
+def test_an_event_that_cannot_be_read_leaves_belief_less_than_exact(cluster: Cluster) -> None:
+    feed = cluster.feed()
+    feed.apply(received(stored([1]), undecodable=1))
+    assert feed.trust is Trust.DEGRADED and cluster.length([1]) == 1 and feed.counters.undecodable_events == 1
+    feed.apply(received(stored([2]), seq=1))
+    assert feed.trust is Trust.DEGRADED
+    feed.apply(received(stored([2]), seq=0, restart="epoch"))
+    assert feed.trust is Trust.EXACT
+
+
+def test_of_a_block_that_waits_in_two_places_one_medium_a_removal_takes_one(cluster: Cluster) -> None:
+    feed = cluster.feed()
+    for locality in ("LOCAL", "REMOTE"):
+        feed.event(stored([1, 2], 1, medium="CPU", locality=locality))
+    feed.event(removed([1, 2], 1, medium="CPU", locality="REMOTE"))
+    feed.event(stored([1], medium="CPU", locality="LOCAL"))
+    feed.event(stored([1], medium="CPU", locality="REMOTE"))
+    assert [cluster.length([1, 2], tier=tier) for tier in (Tier.HOST, Tier.REMOTE)] == [2, 1]
+
+
+NAMES = list(range(6))
+PLACES = [("GPU", None), ("CPU", "LOCAL"), ("CPU", "REMOTE"), ("STORAGE", "LOCAL"), ("FS", None)]
+anything = st.one_of(
+    st.builds(
+        lambda names, parent, word, place, short: BlockStored(
+            names, parent, [word] * (SIZE * len(names) - short), SIZE, medium=place[0], locality=place[1]
+        ),
+        st.lists(st.sampled_from(NAMES), min_size=1, max_size=4), st.sampled_from([None, *NAMES]),
+        st.integers(0, 2), st.sampled_from(PLACES), st.sampled_from([0, 0, 0, 1]),
+    ),
+    st.builds(
+        lambda names, place: BlockRemoved(names, place[0], locality=place[1]),
+        st.lists(st.sampled_from(NAMES), max_size=4), st.sampled_from(PLACES),
+    ),
+    st.just(AllBlocksCleared()),
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.sampled_from("abc"), anything), max_size=40), st.sampled_from(["remove", "down"]))
+def test_whatever_owners_say_nothing_is_left_once_they_take_it_back_or_go(
+    script: list[tuple[str, KVEvent]], end: str
+) -> None:
+    cluster = Cluster()
+    for owner, event in script:
+        cluster.feed(owner).event(event)
+    for feed in cluster.feeds.values():
+        if end == "down":
+            feed.down()
+        else:
+            for medium, locality in reversed(PLACES):
+                feed.event(BlockRemoved(NAMES, medium, locality=locality))
+        assert len(feed.names) == 0 and feed.orphans.blocks == 0
+        assert not feed.orphans._events and not feed.orphans._waiting and not feed.orphans._where
+    stats = cluster.index.stats()
+    assert (stats.blocks, stats.entries, stats.sets) == (0, 0, 0)
+
+
+CHAINS = [w for n in (1, 2, 3, 4) for w in itertools.product((1, 2), repeat=n)]
+honest = st.tuples(st.sampled_from(CHAINS), st.integers(0, 3), st.sampled_from(["GPU", "CPU"]), st.booleans())
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(honest, max_size=40), st.lists(honest, max_size=10))
+def test_who_joins_by_a_snapshot_believes_what_those_do_who_heard_it_all(
+    before: list[tuple[tuple[int, ...], int, str, bool]], after: list[tuple[tuple[int, ...], int, str, bool]]
+) -> None:
+    cluster, held = Cluster(), Holdings()
+    early, late = cluster.feed("early"), cluster.feed("late")
+    for event in map(_honest, before):
+        early.event(event)
+        held.apply_events([event])
+    for event in held.snapshot():
+        late.event(event)
+    for event in [None, *map(_honest, after)]:
+        for feed in (early, late) if event is not None else ():
+            feed.event(event)
+        for chain, tier in itertools.product(CHAINS[-16:], (Tier.DEVICE, Tier.HOST)):  # the longest say it of all
+            believed = [cluster.length(chain, owner, tier) for owner in ("early", "late")]
+            assert believed[0] == believed[1], (chain, tier)
+
+
+def _honest(step: tuple[tuple[int, ...], int, str, bool]) -> KVEvent:
+    chain, skip, medium, comes = step
+    told = stored if comes else removed
+    return told(chain, min(skip, len(chain) - 1), medium=medium)
