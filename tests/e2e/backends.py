@@ -92,6 +92,10 @@ class Peer(Backend):
         (self.folder / "peer.toml").write_text(
             f'[tiers.p2p]\nkind = "p2p"\nstore = "{self.address}"\nlisten = "127.0.0.1:{self.port}"\n'
         )
+        self.start()
+
+    def start(self) -> None:
+        """Start its store, or another one after that was killed."""
         with open(self.folder / "log", "ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "forebay", "store", "--config", f"{self.folder}/peer.toml",

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 import pytest
 
 from forebay.testing.cluster import Cluster, wait_for
-from tests.checkpoints import tiny_gemma3
 from tests.e2e.failover import ONE_THREAD
 from tests.e2e.reference import greedy_reference
 from tests.e2e.streams import Stream
 from tests.e2e.test_identity import CHUNK, VOCAB
+from tests.e2e.windowed import tiny_windowed
 
 SPLIT_AT, OUTPUT, UNIT = 64, 40, 16
 FRONT, DECODE, PREFILL = "front", "decode", "prefill"
@@ -27,7 +27,7 @@ FRONT, DECODE, PREFILL = "front", "decode", "prefill"
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("apart")
-    tiny_gemma3(folder / "model")
+    tiny_windowed(folder / "model")
     made = Cluster(folder, folder / "model", chunk_tokens=CHUNK)
     made.start_store()
     for name in (DECODE, PREFILL):

@@ -18,13 +18,14 @@ import httpx
 import pytest
 
 from forebay.testing.cluster import Cluster, wait_for
-from tests.checkpoints import tiny_gemma3, tiny_qwen3
+from tests.checkpoints import tiny_qwen3
 from tests.e2e.expected import PrefixOracle
 from tests.e2e.prompts import sharing_prompts
 from tests.e2e.reference import greedy_reference
+from tests.e2e.windowed import tiny_windowed
 
 CHUNK, WINDOW, VOCAB, OUTPUT = 32, 40, 500, 6
-FAMILIES: dict[str, Callable[[Path], Any]] = {"gemma3": tiny_gemma3, "qwen3": tiny_qwen3}
+FAMILIES: dict[str, Callable[[Path], Any]] = {"gemma3": tiny_windowed, "qwen3": tiny_qwen3}
 
 
 @dataclass

@@ -17,11 +17,11 @@ import pytest
 
 from forebay.testing.cluster import Cluster, free_port, wait_for
 from forebay.tiers.p2p.transfer_params import prefill_request
-from tests.checkpoints import tiny_gemma3
 from tests.e2e.failover import ONE_THREAD
 from tests.e2e.prompts import sharing_prompts
 from tests.e2e.reference import greedy_reference
 from tests.e2e.test_identity import CHUNK, OUTPUT, VOCAB, WINDOW
+from tests.e2e.windowed import tiny_windowed
 
 COUNT = 4
 SPLIT_AT, UNIT = 64, 16
@@ -30,7 +30,7 @@ SPLIT_AT, UNIT = 64, 16
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, Cluster]]:
     folder = tmp_path_factory.mktemp("hosts")
-    tiny_gemma3(folder / "model")
+    tiny_windowed(folder / "model")
     ports = free_port(), free_port()
     made = []
     for number, name in enumerate(("prefill", "decode")):

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from forebay.testing.cluster import Cluster, wait_for
-from tests.checkpoints import tiny_gemma3
 from tests.e2e.backends import BACKENDS, Backend
 from tests.e2e.expected import PrefixOracle
 from tests.e2e.prompts import sharing_prompts
 from tests.e2e.reference import greedy_reference
 from tests.e2e.test_identity import CHUNK, OUTPUT, VOCAB, WINDOW, Case, figure
+from tests.e2e.windowed import tiny_windowed
 
 COUNT, LONGEST = 6, 110
 FRONTS = ("front1", "front2")
@@ -28,7 +28,7 @@ FRONTS = ("front1", "front2")
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("tiers")
-    tiny_gemma3(folder / "model")
+    tiny_windowed(folder / "model")
     made = Cluster(folder, folder / "model", chunk_tokens=CHUNK)
     yield made
     made.stop()
