@@ -78,6 +78,21 @@ def test_of_ranks_that_hold_the_same_one_writes(kv_heads: int, size: int, writer
     assert len(found) == writers and found[0] == 0, "rank 0 is always one of them: it commits"
 
 
+@pytest.mark.parametrize(("kv_heads", "size"), [(4, 2), (2, 4), (1, 2)])
+def test_through_a_buffer_it_is_the_same(kv_heads: int, size: int) -> None:
+    """As an accelerator's pool is reached."""
+    spec, whole = namespace(kv_heads), whole_pool(namespace(kv_heads))
+    payload = bytearray(2 * spec.groups[0].granule_bytes)
+    for rank in writers_of(spec, size)[0]:
+        view = View(spec, 0, shard_of(rank, size))
+        Slices(view, pool_of(spec, whole, rank, size), staged=True).store([6, 2], memoryview(payload))
+    assert payload == written_by(spec, 1, [6, 2])
+    for rank in range(size):
+        pool = torch.zeros_like(pool_of(spec, whole, rank, size))
+        Slices(View(spec, 0, shard_of(rank, size)), pool, staged=True).load(memoryview(payload), [3, 4])
+        assert torch.equal(pool[[3, 4]], pool_of(spec, whole, rank, size)[[6, 2]])
+
+
 def test_checksums_are_of_whole_granules() -> None:
     spec = namespace(2)
     size = spec.groups[0].granule_bytes

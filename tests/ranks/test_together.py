@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from forebay.errors import StoreUnavailable
 from forebay.kvstore.client import StoreClient
 from forebay.kvstore.identity import Chain, GroupGeometry, Namespace, pack_tokens, root_key
 from forebay.kvstore.protocol import ChunkRead, NewChunk
+from forebay.testing.cluster import wait_for
 from forebay.workers.counters import Counters
 from forebay.workers.moves import Push, Pushed
 from forebay.workers.pushing import PushQueue
@@ -163,6 +165,16 @@ TOKENS = list(range(100, 148))
 BLOCKS = [4, 1, 7]
 
 
+def nothing_kept(folder: Path) -> None:
+    """Wait until the store holds no slot for anybody who might be writing."""
+
+    def kept() -> float:
+        values = store_values(folder)
+        return values["host.reserved_bytes"] + values["host.quarantined_bytes"]
+
+    wait_for("no slot is held", lambda: kept() == 0, 20)
+
+
 def written_whole(both: Both) -> bytes:
     return b"".join(whole_pool(SPEC)[block].numpy().tobytes() for block in BLOCKS)
 
@@ -177,8 +189,7 @@ def test_a_chunk_is_committed_once_with_every_ranks_slice(both: Both, folder: Pa
     assert stored(both, folder, TOKENS) == (48, written_whole(both))
     assert (both.counters["push.reserved"], both.counters["push.committed"]) == (1, 1)
     assert [done.lost for done in both.pushed] == [False]
-    values = store_values(folder)
-    assert values["host.reserved_bytes"] == values["host.quarantined_bytes"] == 0
+    nothing_kept(folder)
 
 
 def test_every_rank_loads_its_slice_and_one_verifies_for_all(both: Both) -> None:
@@ -220,11 +231,11 @@ def test_a_rank_with_another_place_leaves_the_chunk_alone(both: Both, folder: Pa
     async def work() -> None:
         both.push(TOKENS, BLOCKS)
         assert await both.pusher.push_some(SPEC.id)
+        await asyncio.to_thread(nothing_kept, folder)  # on the same connection: its end would free all there is
 
     connected(both, work)
     assert stored(both, folder, TOKENS) == (0, b"")
     assert (both.counters["push.unshared"], both.counters["push.committed"]) == (1, 0)
-    assert store_values(folder)["host.reserved_bytes"] == 0
 
 
 @pytest.mark.parametrize("when", [Share, Fill, Finish])
@@ -240,8 +251,7 @@ def test_a_rank_that_fails_makes_the_chunk_no_chunk(both: Both, folder: Path, wh
     connected(both, work)
     assert stored(both, folder, TOKENS) == (0, b"")
     assert [done.lost for done in both.pushed] == [True], "it is offered again"
-    values = store_values(folder)
-    assert values["host.reserved_bytes"] == values["host.quarantined_bytes"] == 0
+    nothing_kept(folder)
     both.rank1.spoil = lambda order: order  # type: ignore[method-assign]
 
     async def again() -> None:
@@ -290,3 +300,56 @@ def test_orders_without_a_store_fail_and_are_answered(both: Both) -> None:
     assert np.isfinite(both.pools[1].numpy()).all()
 
 
+
+
+class LastLayer:
+    """The end of a step on rank 1, which rank 0 is through with: it begins when an order of that kind has come."""
+
+    def __init__(self, both: Both, kind: type, blocks: list[int]) -> None:
+        self._both, self._kind, self._blocks = both, kind, blocks
+        self._come = threading.Event()
+        both.crew.progress.advance()
+        both.rank1.spoil = self._notice  # type: ignore[method-assign]
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _notice(self, order: Order) -> Order:
+        if isinstance(order, self._kind):
+            self._come.set()
+        return order
+
+    def _run(self) -> None:
+        assert self._come.wait(20)
+        time.sleep(0.05)  # a copy that didn't wait would be done by now
+        self._both.pools[1][self._blocks] += 1.0
+        self._both.rank1.progress.advance()
+
+    def over(self) -> None:
+        self._thread.join(20)
+        assert self._both.rank1.progress.steps == 1
+
+
+def test_what_is_stored_has_what_the_last_layer_wrote(both: Both, folder: Path) -> None:
+    step = LastLayer(both, Fill, BLOCKS)
+
+    async def work() -> None:
+        both.push(TOKENS, BLOCKS)
+        assert await both.pusher.push_some(SPEC.id)
+
+    connected(both, work)
+    step.over()
+    found = np.frombuffer(stored(both, folder, TOKENS)[1], dtype="<f4").reshape(3, 3, 2, 2, 16, 6)
+    assert np.array_equal(found[:, :, :, 1:], both.pools[1][BLOCKS].numpy())
+
+
+def test_what_is_loaded_stays_when_the_last_layer_is_over(both: Both) -> None:
+    async def work() -> None:
+        both.push(TOKENS, BLOCKS)
+        await both.pusher.push_some(SPEC.id)
+        chunk = await look_up(both)
+        step = LastLayer(both, Load, [2, 3])
+        assert both.copier.load(both.client.payload(chunk), both.client.checksums(chunk), [0, 2, 3]) == 3
+        step.over()
+
+    connected(both, work)
+    assert torch.equal(both.pools[1][[0, 2, 3]], both.pools[1][BLOCKS])

@@ -63,7 +63,7 @@ class Follower:
     ) -> None:  # fmt: skip
         self._namespace, self._label, self._shard = namespace, label, shard
         self._slices = slices_of(namespace, pools, shard)
-        self._progress, self._patience_s = progress, patience_s
+        self.progress, self._patience_s = progress, patience_s
         self._loop = asyncio.new_event_loop()
         self._client: AsyncStoreClient | None = None
         self._parts: list[_Part] = []
@@ -88,12 +88,12 @@ class Follower:
             case Detach():
                 self._detach()
             case Load():
-                self._progress.wait(order.after, self._patience_s)
+                self.progress.wait(order.after, self._patience_s)
                 self._slices[order.group].load(self._memory(order.place), order.blocks)
             case Share():
                 return Done(given=self._share(order))
             case Fill():
-                self._progress.wait(order.after, self._patience_s)
+                self.progress.wait(order.after, self._patience_s)
                 part = self._parts[order.index]
                 self._slices[part.group].store(order.blocks, self._memory(part.place))
             case Finish():

@@ -9,7 +9,8 @@ Verifying isn't: a checksum is of a whole granule, so one rank does it for all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -27,9 +28,12 @@ Pieces = list[Bytes]
 
 
 class Slices:
-    """One group's pool of one rank. Calls block for the time of the copy, most of it without the GIL."""
+    """One group's pool of one rank. Calls block for the time of the copy, most of it without the GIL.
 
-    def __init__(self, view: View, pool: Tensor) -> None:
+    A pool that isn't in this process's memory is reached through a buffer there: `staged` (None: as its device wants).
+    """
+
+    def __init__(self, view: View, pool: Tensor, *, staged: bool | None = None) -> None:
         self.granule_bytes = view.group.granule_bytes
         self.writes = view.writes
         self._pool = pool
@@ -37,42 +41,51 @@ class Slices:
         self._written = view.copies(0, range(MATCH_UNIT), writing=True)
         self._block_bytes = view.block_bytes
         assert pool[0].numel() * pool.element_size() == view.block_bytes, (tuple(pool.shape), view.block_bytes)
-        self._on_host = pool.device.type == "cpu"
-        if self._on_host:
+        self._stream: torch.cuda.Stream | None = None
+        if pool.device.type != "cpu":
+            self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
+        self._staged = pool.device.type != "cpu" if staged is None else staged
+        if not self._staged:
             rows: Bytes = pool.view(len(pool), -1).view(torch.uint8).numpy()
             # Of each block, made once: not at every copy.
             self._into = [_in_block(row, self._read) for row in rows]
             self._out = [_in_block(row, self._written) for row in rows]
-        else:
-            self._stream: torch.cuda.Stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
 
     def load(self, source: memoryview, blocks: Sequence[int]) -> None:
         """Copy this rank's slice of `source`, whole granules, into `blocks`."""
         granules = self._granules(source, blocks)
-        if self._on_host:
+        if not self._staged:
             for granule, block in zip(granules, blocks, strict=True):
                 _move(_in_granule(granule, self._read), self._into[block])
             return
         staged = np.empty((len(blocks), self._block_bytes), dtype=np.uint8)
         for granule, row in zip(granules, staged, strict=True):
             _move(_in_granule(granule, self._read), _in_block(row, self._read))
-        with torch.cuda.stream(self._stream):
+        with self._own_stream():
             scatter_granules(self._pool, blocks, torch.from_numpy(staged))
-        self._stream.synchronize()
 
     def store(self, blocks: Sequence[int], room: memoryview) -> None:
         """Copy what this rank is the one to write of `blocks` into `room`."""
         granules = self._granules(room, blocks)
-        if self._on_host:
+        if not self._staged:
             for granule, block in zip(granules, blocks, strict=True):
                 _move(self._out[block], _in_granule(granule, self._written))
             return
         staged = torch.empty((len(blocks), self._block_bytes), dtype=torch.uint8)
-        with torch.cuda.stream(self._stream):
+        with self._own_stream():
             gather_granules(self._pool, blocks, staged)
-        self._stream.synchronize()
         for granule, row in zip(granules, staged.numpy(), strict=True):
             _move(_in_block(row, self._written), _in_granule(granule, self._written))
+
+    @contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """Beside what the model computes; ends when what is begun in it is done."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
 
     def _granules(self, memory: memoryview, blocks: Sequence[int]) -> Bytes:
         granules = np.frombuffer(memory, dtype=np.uint8).reshape(-1, self.granule_bytes)
