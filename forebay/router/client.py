@@ -7,7 +7,7 @@ request at the other side.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -111,16 +111,18 @@ class Answer:
 
 async def ask(
     host: str, port: int, method: str, path: str, *, body: bytes = b"", headers: Mapping[str, str] | None = None,
-    connect_s: float = 2.0, silence_s: float = 600.0,
+    connect_s: float = 2.0, silence_s: float = 600.0, opened: Callable[[Answer], None] = lambda answer: None,
 ) -> Answer:  # fmt: skip
-    """Send a request; returns once the answer's head is there. Raises BackendFailed."""
+    """Send a request; returns once the answer's head is there. `opened` is given the answer as soon as it can be
+    closed, before that. Raises BackendFailed."""
     try:
         reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port), connect_s)
-    except (OSError, TimeoutError) as error:
+    except (OSError, TimeoutError, UnicodeError) as error:  # a name can be none that DNS takes
         raise BackendFailed(f"{host}:{port} can't be reached: {error or 'timeout'}") from error
     lines = [f"{method} {path} HTTP/1.1", f"host: {host}:{port}", "connection: close", f"content-length: {len(body)}"]
     lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
     answer = Answer(reader, writer, silence_s)
+    opened(answer)
     try:
         writer.write("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
         await writer.drain()

@@ -69,7 +69,7 @@ class Prompts:
         """The prompt of a request that `any_of` could take. Never fails: what can't be read is just long."""
         model = str(body.get("model") or next(iter(any_of.models), ""))
         parent = any_of.models.get(model)
-        session = next((headers[name] for name in SESSION_HEADERS if name in headers), None)
+        session = next((_digest(headers[name]) for name in SESSION_HEADERS if name in headers), None)
         known, replaces = await self._tokens(path, body, headers, any_of)
         extra = await self._extra(body, headers, any_of)
         lora = None if parent is None else model
@@ -112,7 +112,7 @@ class Prompts:
     async def _tokenised(
         self, question: Question, headers: Mapping[str, str], upstream: Upstream
     ) -> Remembered | None:
-        who = xxhash.xxh3_128_hexdigest(headers.get("authorization", "").encode())
+        who = _digest(headers.get("authorization", ""))
         text = question.text(who)
         known = self.memory.get(text)
         if known is not None:
@@ -150,7 +150,7 @@ class Prompts:
         salt, who = str(body.get("cache_salt") or ""), headers.get("authorization", "")
         if not upstream.ours:
             return extra_of([salt] if salt else None)
-        name = (xxhash.xxh3_128_hexdigest(who.encode()), salt)
+        name = (_digest(who), _digest(salt))
         if name not in self._salts:
             found = await self._root(salt, headers, upstream)
             if found is None:
@@ -185,6 +185,11 @@ class Prompts:
                     return whole if answer.status == 200 else None
         except (BackendFailed, TimeoutError):
             return None
+
+
+def _digest(text: str) -> str:
+    """What stands for a text that a caller gave, in what is remembered: of bounded size."""
+    return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def passed_on(headers: Mapping[str, str]) -> dict[str, str]:

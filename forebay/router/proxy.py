@@ -14,8 +14,8 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,11 +23,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from forebay.router.breaker import Breaker
 from forebay.router.client import Answer, BackendFailed, ask
 from forebay.router.metrics import RouterMetrics
 from forebay.router.prompts import Asked, Prompts, passed_on
 from forebay.router.settings import RouterConfig
-from forebay.router.streams import Relay, SseParser, StreamBroken
+from forebay.router.streams import Patience, Relay, SseParser, StreamBroken, count_of
 from forebay.router.upstream import Upstream, Upstreams
 from forebay.scheduler.learning import learn_prefill
 from forebay.scheduler.routing import Decision, Routing
@@ -39,8 +40,13 @@ log = logging.getLogger(__name__)
 RETRY_AFTER_S = 1
 SEED_BITS = 62
 RETRIED = frozenset({408, 429, 500, 502, 503, 504})
+FULL = frozenset({429, 503})
 MID_STREAM_ATTEMPTS = 8
 LOOK_AGAIN_S = 0.1
+
+
+class StreamLost(Exception):
+    """What was begun can't be gone on with."""
 
 
 class Refused(Exception):
@@ -67,10 +73,11 @@ class Call:
 
 @dataclass
 class Sent:
-    """One attempt."""
+    """One attempt. `breaker` is of the place that it goes to: a worker may be placed elsewhere meanwhile."""
 
     decision: Decision
     upstream: Upstream
+    breaker: Breaker
     ticket: int
     alone: bool
     at: float
@@ -86,13 +93,16 @@ class Proxy:
     ) -> None:  # fmt: skip
         self.config, self.routing, self.upstreams = config, routing, upstreams
         self.prompts, self.metrics, self._rng = prompts, metrics, rng
-        self._answers: list[set[Answer]] = [set() for _ in upstreams.all]
+        self._answers: list[dict[Answer, str | None]] = [{} for _ in upstreams.all]
 
-    def went_down(self, number: int) -> None:
-        """A worker is down: what it is in the middle of goes on elsewhere, if there is somebody else."""
+    def is_down(self, number: int) -> None:
+        """A worker is down, or still is: what it was asked goes on elsewhere, as soon as there is somebody else for
+        it. That it says nothing is no reason to believe that it will."""
         self.routing.predicted.forget(number)
-        if self.upstreams.open(None, [number]).any():
-            for answer in list(self._answers[number]):
+        asked = self._answers[number]
+        others = {model for model in set(asked.values()) if self.upstreams.open(model, [number]).any()}
+        for answer, model in list(asked.items()):
+            if model in others:
                 answer.close()
 
     async def call(self, path: str, body: dict[str, Any], headers: Mapping[str, str]) -> Call:
@@ -121,8 +131,8 @@ class Proxy:
         while True:
             with self._attempt(call) as sent:
                 try:
-                    async with await self._ask(sent, call.path, call.body, call.headers) as answer:
-                        data = await self._whole(sent, answer)
+                    async with self._answer(sent, call, call.body) as answer:
+                        data = await answer.whole()
                 except (BackendFailed, Refused) as error:
                     self._failed(sent, call, error)
                     continue
@@ -132,7 +142,7 @@ class Proxy:
     async def stream(self, call: Call) -> AsyncGenerator[bytes, None]:
         """The streamed answer. Raises ApiError or Refused before the first event; a later failure is an event."""
         relay = self._relay(call)
-        broken = 0
+        patience, full = Patience(MID_STREAM_ATTEMPTS, self.config.answer_s), False
         while not relay.done:
             try:
                 with self._attempt(call, resuming=relay.begun) as sent:
@@ -141,14 +151,17 @@ class Proxy:
                             async for event in events:
                                 yield event
                     except (BackendFailed, Refused, StreamBroken) as error:
-                        broken += 1
                         self._failed(sent, call, error, mid_stream=relay.begun)
-                        if relay.begun and (not relay.resumable or broken > MID_STREAM_ATTEMPTS):
-                            raise unavailable(f"the worker failed in mid-stream: {error}") from error
-            except (ApiError, Refused) as error:
+                        full = isinstance(error, Refused) and error.status in FULL
+                        lasts = patience.lasts(relay.progress, time.monotonic(), full=full)
+                        if relay.begun and not (relay.resumable and lasts):
+                            raise StreamLost(f"the worker failed in mid-stream: {error}") from error
+                if relay.begun and not relay.done and full:
+                    await asyncio.sleep(LOOK_AGAIN_S)
+            except (ApiError, Refused, StreamLost) as error:
                 if not relay.begun:
                     raise
-                if isinstance(error, ApiError) and error.status == 503 and await self._somebody(call, relay):
+                if isinstance(error, ApiError) and error.status in FULL and await self._somebody(call, relay):
                     continue
                 yield _error_event(error)
                 return
@@ -168,24 +181,27 @@ class Proxy:
         upstream = self.upstreams.all[decision.worker]
         alone = not self.routing.load.requests[decision.worker]
         ticket = self.routing.sent(decision, now)
-        upstream.breaker.sent(now)
+        sent = Sent(decision, upstream, upstream.breaker, ticket, alone, now)
+        sent.breaker.sent(now)
         call.tried.append(decision.worker)
         self.metrics.decided(decision, upstream.backend.name)
-        sent = Sent(decision, upstream, ticket, alone, now)
         try:
             yield sent
         finally:
             self.routing.ended(ticket, time.monotonic())
             if not sent.known:
-                upstream.breaker.gave_up()
+                sent.breaker.gave_up()
 
     def _open(self, model: str | None, without: Any = (), *, ours: bool = False) -> npt.NDArray[np.bool_]:
-        """Who may get a request now; at least one. Raises ApiError 404, 503 or 429."""
+        """Who may get a request now; at least one. Raises ApiError 404, 503 or 429. With `ours` it is for a stream that
+        was begun, and that isn't refused: it waits."""
         mask = self.upstreams.open(model, without)
         if not mask.any() and len(without):
             mask = self.upstreams.open(model)  # better the same one again than nobody
         if ours:
             mask &= np.array([upstream.ours for upstream in self.upstreams.all])
+        if not mask.any() and ours:
+            raise unavailable("no worker is there to go on")
         if not mask.any():
             known = {name for upstream in self.upstreams.all for name in upstream.models}
             if model is not None and known and model not in known:
@@ -195,7 +211,7 @@ class Proxy:
             raise unavailable("no worker is ready; try again in a moment")
         mask &= self.routing.load.requests < self.config.per_worker
         if not mask.any() or self.routing.load.full:
-            self.metrics.rejected.labels("full").inc()
+            self.metrics.rejected.labels("full").inc(not ours)
             raise busy("every worker has as many requests as it may; try again later", RETRY_AFTER_S)
         return mask
 
@@ -207,7 +223,7 @@ class Proxy:
             self._knows(sent)
         else:
             sent.known = True
-            sent.upstream.breaker.failed(time.monotonic())
+            sent.breaker.failed(time.monotonic())
         log.info("worker %s: %s", sent.upstream.backend.name, error)
         self.metrics.failures.labels(sent.upstream.backend.name, "mid_stream" if mid_stream else "before").inc()
         if refusal is not None and not mid_stream:
@@ -219,62 +235,63 @@ class Proxy:
 
     def _knows(self, sent: Sent) -> None:
         sent.known = True
-        sent.upstream.breaker.succeeded()
+        sent.breaker.succeeded()
 
     async def _somebody(self, call: Call, relay: Relay) -> bool:
-        """Wait until somebody can go on with a stream; False if it takes too long."""
+        """Wait until somebody can go on with a stream, and has room for it; False if it takes too long."""
         until = time.monotonic() + self.config.answer_s
+        load = self.routing.load
         while relay.resumable and time.monotonic() < until:
-            mask = self.upstreams.open(call.model)
-            if (mask & np.array([upstream.ours for upstream in self.upstreams.all])).any():
+            mask = self.upstreams.open(call.model) & (load.requests < self.config.per_worker)
+            if (mask & np.array([upstream.ours for upstream in self.upstreams.all])).any() and not load.full:
                 return True
             await asyncio.sleep(LOOK_AGAIN_S)
         return False
 
     # --- answers -----------------------------------------------------------------------------------------
 
-    async def _ask(self, sent: Sent, path: str, body: dict[str, Any], headers: Mapping[str, str]) -> Answer:
-        """The answer's head, a good one. Raises BackendFailed or Refused."""
-        backend = sent.upstream.backend
-        extra = passed_on(headers) | {"content-type": "application/json"}
+    @asynccontextmanager
+    async def _answer(self, sent: Sent, call: Call, body: dict[str, Any]) -> AsyncIterator[Answer]:
+        """The answer once its head is there, a good one. From the start it ends if its worker goes down. Raises
+        BackendFailed or Refused."""
+        backend, mine = sent.upstream.backend, self._answers[sent.decision.worker]
+        extra = passed_on(call.headers) | {"content-type": "application/json"}
         address = self.metrics.source_address(sent.decision.source)
         if address is not None:
             extra["x-kv-cache-source-host-port"] = address
-        answer = await ask(
-            backend.host, backend.port, "POST", path, body=msgspec.json.encode(body), headers=extra,
-            connect_s=self.config.connect_s, silence_s=self.config.answer_s,
-        )  # fmt: skip
-        if answer.status != 200:
-            async with answer:
-                raise Refused(answer.status, await answer.whole(), answer.headers)
-        return answer
+        opened: list[Answer] = []
 
-    async def _whole(self, sent: Sent, answer: Answer) -> bytes:
-        mine = self._answers[sent.decision.worker]
-        mine.add(answer)
+        def note(answer: Answer) -> None:
+            opened.append(answer)
+            mine[answer] = call.model
+
         try:
-            return await answer.whole()
+            answer = await ask(
+                backend.host, backend.port, "POST", call.path, body=msgspec.json.encode(body), headers=extra,
+                connect_s=self.config.connect_s, silence_s=self.config.answer_s, opened=note,
+            )  # fmt: skip
+            async with answer:
+                if answer.status != 200:
+                    raise Refused(answer.status, await answer.whole(), answer.headers)
+                yield answer
         finally:
-            mine.discard(answer)
+            for answer in opened:
+                del mine[answer]
 
     async def _events(self, sent: Sent, call: Call, relay: Relay) -> AsyncGenerator[bytes, None]:
         """What one worker adds to the client's stream. Raises BackendFailed, Refused or StreamBroken."""
-        mine, resumed = self._answers[sent.decision.worker], relay.begun
-        answer = await self._ask(sent, call.path, self._stream_body(sent, call, relay), call.headers)
-        mine.add(answer)
-        try:
-            async with answer, aclosing(answer.body()) as body:
-                parser = SseParser()
-                async for part in body:
-                    for data in parser.feed(part):
-                        event = relay.pass_on(data)
-                        if event is None:
-                            continue
-                        if not sent.known:
-                            self._first(sent, call)
-                        yield event
-        finally:
-            mine.discard(answer)
+        resumed, parser = relay.begun, SseParser()
+        async with (
+            self._answer(sent, call, self._stream_body(sent, call, relay)) as answer, aclosing(answer.body()) as body
+        ):  # fmt: skip
+            async for part in body:
+                for data in parser.feed(part):
+                    event = relay.pass_on(data)
+                    if event is None:
+                        continue
+                    if not sent.known:
+                        self._first(sent, call)
+                    yield event
         if not relay.done:
             raise BackendFailed("the stream ended early")
         if not resumed and relay.cached is not None:
@@ -313,7 +330,7 @@ class Proxy:
         except (msgspec.MsgspecError, AttributeError):
             return
         if cached is not None:
-            self.routing.belief.add(int(usage.get("prompt_tokens") or 0), sent.decision.cached, int(cached))
+            self.routing.belief.add(count_of(usage.get("prompt_tokens")), sent.decision.cached, count_of(cached))
 
     def _realised(self, sent: Sent, prompt_tokens: int, cached: int) -> None:
         """Compare what was believed with what was, and learn how fast the worker is from one that had it to itself."""
@@ -322,6 +339,6 @@ class Proxy:
             learn_prefill(self.routing.fleet, sent.decision.worker, prompt_tokens, cached, sent.at)
 
 
-def _error_event(error: ApiError | Refused) -> bytes:
-    body = error.body() if isinstance(error, ApiError) else {"error": {"message": str(error), "type": "server_error"}}
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+def _error_event(error: ApiError | Refused | StreamLost) -> bytes:
+    told = error if isinstance(error, ApiError) else unavailable(str(error))
+    return b"data: " + msgspec.json.encode(told.body()) + b"\n\n"

@@ -46,15 +46,15 @@ class Router:
         most = config.per_worker * len(workers)
         self.routing = Routing.of(fleet, self._index, policy, predict_s=config.predict_s, max_in_flight=most)
         self.metrics = RouterMetrics(config.stores)
-        self.upstreams = Upstreams(config, time.monotonic, self._went_down)
+        self.upstreams = Upstreams(config, time.monotonic, self._is_down)
         self.prompts = Prompts(config, self.upstreams)
         self.proxy = Proxy(config, self.routing, self.upstreams, self.prompts, self.metrics, rng)
         self.listeners: dict[str, Listener] = {}
         self._stores = {store.name: store for store in config.stores}
         self._curves = {name: curve_of(config, server) for name, server in servers_of(config).items()}
 
-    def _went_down(self, number: int) -> None:
-        self.proxy.went_down(number)
+    def _is_down(self, number: int) -> None:
+        self.proxy.is_down(number)
 
     async def watch(self) -> None:
         """Poll workers and listen to streams, until cancelled."""
@@ -78,15 +78,19 @@ class Router:
         streams is forgotten; answers that come from the old place go on elsewhere."""
         upstream = self.upstreams.all[number]
         upstream.move(backend)
-        self._went_down(number)
+        self._is_down(number)
         if store is not None:
             self._stores[store.name] = store
         for owner in (backend.name, *([store.name] if store is not None else [])):
-            listener = self.listeners.pop(owner, None)
-            if listener is not None:
-                await asyncio.to_thread(listener.close)
-                await asyncio.sleep(0)  # what it had handed over is applied, and then forgotten
-                listener.feed.down()
+            listener = self.listeners.get(owner)
+            if listener is None:
+                continue
+            await asyncio.to_thread(listener.close)
+            await asyncio.sleep(0)  # what it had handed over is applied, and then forgotten
+            listener.feed.down()
+            if self.listeners.get(owner) is listener:
+                # Not before: another worker of the store would begin anew, and `down` would take that from it.
+                del self.listeners[owner]
 
     def render_metrics(self) -> bytes:
         """The text of `/metrics`."""

@@ -24,6 +24,25 @@ class StreamBroken(Exception):
         self.error = error
 
 
+@dataclass
+class Patience:
+    """How long a stream that broke off is tried elsewhere: so many failures, or so many seconds, in which nothing was
+    added to it. A refusal of a worker that is full counts by time alone."""
+
+    most: int
+    most_s: float
+    failures: int = 0
+    since: float | None = None
+    progress: int = 0
+
+    def lasts(self, progress: int, now: float, *, full: bool) -> bool:
+        """It broke off, having come so far. May it be tried again?"""
+        if self.since is None or progress > self.progress:
+            self.failures, self.since, self.progress = 0, now, progress
+        self.failures += not full
+        return self.failures <= self.most and now - self.since < self.most_s
+
+
 class SseParser:
     """Server-sent events out of parts of a body: the data of each."""
 
@@ -63,6 +82,11 @@ class Relay:
         self.emitted = [[] for _ in range(self.choices)]
 
     @property
+    def progress(self) -> int:
+        """Grows with all that is added."""
+        return sum(map(len, self.emitted)) + len(self.finished)
+
+    @property
     def resumable(self) -> bool:
         """Is all that was said known by its tokens?"""
         return self.counted and not self.done
@@ -72,9 +96,7 @@ class Relay:
         if data == b"[DONE]":
             self.done = True
             return DONE
-        chunk = msgspec.json.decode(data)
-        if not isinstance(chunk, dict):
-            return None
+        chunk = _read(data)
         if isinstance(chunk.get("error"), dict):
             raise StreamBroken(chunk["error"])
         self._count(chunk.get("usage"))
@@ -116,9 +138,9 @@ class Relay:
     def _count(self, usage: object) -> None:
         if isinstance(usage, dict):
             details = usage.get("prompt_tokens_details")
-            self.prompt_tokens = int(usage.get("prompt_tokens") or 0)
+            self.prompt_tokens = count_of(usage.get("prompt_tokens"))
             if isinstance(details, dict) and self.cached is None:
-                self.cached = int(details.get("cached_tokens") or 0)
+                self.cached = count_of(details.get("cached_tokens"))
 
     def _named(self, chunk: dict[str, Any]) -> dict[str, Any]:
         self._name = self._name or {key: chunk[key] for key in ("id", "created", "model") if key in chunk}
@@ -127,3 +149,28 @@ class Relay:
 
 def _event(chunk: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+
+def count_of(told: object) -> int:
+    """A count that a worker tells; 0 for what is none."""
+    return told if isinstance(told, int) and told > 0 else 0
+
+
+def _read(data: bytes) -> dict[str, Any]:
+    """An event of the shape that is relied on here. Raises StreamBroken for another one."""
+    try:
+        chunk = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        chunk = None
+    choices = chunk.get("choices") if isinstance(chunk, dict) else None
+    if not isinstance(chunk, dict) or not isinstance(choices, list | None) or not all(map(_is_choice, choices or ())):
+        raise StreamBroken({"message": "an event can't be read", "type": "server_error", "param": None, "code": None})
+    return chunk
+
+
+def _is_choice(choice: object) -> bool:
+    if not isinstance(choice, dict) or not isinstance(choice.get("index", 0), int):
+        return False
+    ids = choice.get("token_ids")
+    good_ids = not isinstance(ids, list) or all(isinstance(token, int) for token in ids)
+    return good_ids and isinstance(choice.get("delta"), dict | None)

@@ -34,7 +34,7 @@ class _Unusable(BackendFailed):
 
 @dataclass(eq=False)
 class Upstream:
-    """One backend. `down` is set while it isn't up, for streams that wait on it; `trouble` is why it isn't used."""
+    """One backend. `trouble` is why it isn't used."""
 
     backend: Backend
     breaker: Breaker
@@ -44,7 +44,6 @@ class Upstream:
     models: dict[str, str | None] = field(default_factory=dict)
     max_context: int = 0
     trouble: str = ""
-    down: asyncio.Event = field(default_factory=asyncio.Event)
 
     def move(self, backend: Backend) -> None:
         """It is somewhere else now: nothing of before holds."""
@@ -57,11 +56,10 @@ class Upstream:
         if up != self.up:
             log.info("worker %s is %s", self.backend.name, "up" if up else "down")
         self.up = up
-        (self.down.clear if up else self.down.set)()
 
 
 class Upstreams:
-    """All of them. `watch` polls their health until it is cancelled; `on_down` hears of one that went down."""
+    """All of them. `watch` polls their health until it is cancelled; `on_down` hears of one that is down, each time."""
 
     def __init__(self, config: RouterConfig, clock: Callable[[], float], on_down: Callable[[int], None]) -> None:
         self._config, self._clock, self._on_down = config, clock, on_down
@@ -106,7 +104,7 @@ class Upstreams:
             if isinstance(error, _Unusable) and str(error) != upstream.trouble:
                 upstream.trouble = str(error)
                 log.error("worker %s isn't used: %s", upstream.backend.name, error)
-        if before and not upstream.up:
+        if not upstream.up:
             self._on_down(number)
 
     async def _meet(self, upstream: Upstream) -> None:
@@ -115,6 +113,8 @@ class Upstreams:
             why = "; give the router a key of its own with --worker-key" if status in (401, 403) else ""
             raise _Unusable(f"it is healthy, but /v1/models answers {status}{why}")
         models = msgspec.json.decode(data, type=_Models).data
+        if not models:
+            raise _Unusable("it is healthy, but /v1/models lists no model")
         upstream.models = {model.id: model.parent for model in models}
         upstream.max_context = max((model.max_model_len or 0 for model in models), default=0)
         upstream.ours = (await self.get(upstream, "/forebay/namespace"))[0] == 200

@@ -102,9 +102,12 @@ class PrefixIndex:
         return self._move(slots[slots >= 0], holder, add=False)
 
     def drop(self, holder: int) -> int:
-        """`holder` has nothing any more. Returns how much it had. Walks the whole table."""
+        """`holder` has nothing any more. Returns how much it had. Walks the whole table, if it had any."""
+        having = self._sets.containing(holder)
+        if not having.size:
+            return 0
         holds = np.zeros(self._sets.numbers, np.bool_)
-        holds[self._sets.containing(holder)] = True
+        holds[having] = True
         return self._move(np.flatnonzero(holds[self._table.columns[0]]), holder, add=False)
 
     def match(self, keys: Keys, *, nested: bool = False) -> PrefixMatch:
