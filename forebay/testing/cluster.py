@@ -48,11 +48,12 @@ def wait_for(what: str, ready: Callable[[], Any], timeout_s: float = START_S) ->
 
 @dataclass
 class Process:
-    """One started command; its output goes to a file that a failure can show."""
+    """One started command; its output goes to a file that a failure can show. `module` is what python runs."""
 
     name: str
     arguments: list[str]
     log: Path
+    module: str = "forebay"
     popen: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Process:
@@ -62,7 +63,7 @@ class Process:
             environment[PARENT_VARIABLE] = str(os.getpid())  # an interrupted test run leaves nothing behind
         with open(self.log, "ab") as out:
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", "forebay", *self.arguments],
+                [sys.executable, "-m", *self.module.split(), *self.arguments],
                 stdout=out, stderr=out, env=environment, start_new_session=True,
             )  # fmt: skip
         return self
@@ -102,7 +103,8 @@ class Completion:
 @dataclass
 class Cluster:
     """Processes of one test; `stop` ends them all and checks that nothing is left. `tiers` are tables of a store's
-    configuration file; without, the store has one file tier, `fs`."""
+    configuration file; without, the store has one file tier, `fs`. `module` is what python runs of workers and front
+    ends, so that a test may plant a mistake."""
 
     folder: Path
     model: Path
@@ -111,6 +113,7 @@ class Cluster:
     memory: str = "256MiB"
     device_memory: str = "64MiB"
     tiers: str = ""
+    module: str = "forebay"
     processes: dict[str, Process] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
 
@@ -198,7 +201,8 @@ class Cluster:
         return f"http://127.0.0.1:{self.ports[frontend]}"
 
     def _start(self, name: str, arguments: list[str]) -> Process:
-        process = Process(name, arguments, self.folder / f"{name}.log").start()
+        module = "forebay" if name == "store" else self.module
+        process = Process(name, arguments, self.folder / f"{name}.log", module).start()
         self.processes[name] = process
         return process
 

@@ -90,9 +90,13 @@ class Serving:
         return answer.json() if answer.status_code == 200 else {}
 
     def pids(self) -> dict[str, int]:
-        """Process ids of the parts, by command."""
+        """Process ids of the parts, by command; of several workers that of one."""
+        return {command: pids[-1] for command, pids in self.all_pids().items()}
+
+    def all_pids(self) -> dict[str, list[int]]:
+        """Process ids of all parts, by command."""
         assert self.process is not None
-        found = {}
+        found: dict[str, list[int]] = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 try:
@@ -101,7 +105,7 @@ class Serving:
                 except (OSError, IndexError, ValueError):
                     continue
                 if parent == self.process.pid and b"forebay" in words:
-                    found[words[words.index(b"forebay") + 1].decode()] = int(entry.name)
+                    found.setdefault(words[words.index(b"forebay") + 1].decode(), []).append(int(entry.name))
         return found
 
     def complete(self, prompt: list[int], tokens: int = 8) -> dict[str, Any]:
@@ -269,6 +273,28 @@ def test_its_parts_do_not_outlive_a_killed_supervisor(serving: Serving) -> None:
     serving.process.wait(10)
     serving.wait("the parts end", lambda: not any(Path(f"/proc/{pid}").exists() for pid in parts.values()), 20)
     assert not serving.pool.exists()
+
+
+def test_several_workers_stand_in_for_each_other_and_are_replaced_one_by_one(tmp_path: Path, model: Path) -> None:
+    serving = Serving(tmp_path, model, free_port())
+    serving.start("--workers", "2", "--no-fs")
+    serving.ready()
+
+    def all_able() -> bool:
+        workers = serving.health().get("workers", {}).values()
+        return len(workers) == 2 and all(worker["state"] == "ok" for worker in workers)
+
+    try:
+        serving.wait("both workers", all_able)
+        old = set(serving.all_pids()["worker"])
+        for name in ("worker-1", "worker-2"):
+            assert "has ended" in told("drain", serving.runtime / f"{name}.sock", "--stop")
+            assert serving.complete(PROMPT)["choices"], "the other one is there"
+            serving.wait("its successor", all_able)
+        assert len(old) == 2 and not old & set(serving.all_pids()["worker"])
+    finally:
+        assert serving.stop() == 0
+    serving.nothing_left()
 
 
 def test_a_broken_model_ends_it_with_the_reason(tmp_path: Path, model: Path) -> None:
