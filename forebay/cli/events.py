@@ -137,6 +137,7 @@ def _curve(values: Mapping[str, Any]) -> CurveClient | None:
 
 def _tail(values: Mapping[str, Any]) -> int:
     with _subscriber(values, from_start=values["from_start"]) as subscriber:
+        print(f"listening to {subscriber.endpoint}; Ctrl-C ends it", file=sys.stderr, flush=True)
         while True:
             received = subscriber.receive(POLL_S)
             if received is None:

@@ -88,14 +88,15 @@ def call(url: str, path: str, body: object | None) -> dict[str, Any]:
     if key := os.environ.get("FOREBAY_API_KEY"):
         headers["authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
+    who = f"the {'router' if path.startswith('/router/') else 'front end'} at {url}"
     request = urllib.request.Request(url.rstrip("/") + path, data, headers)  # noqa: S310 - checked above
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:  # noqa: S310
             return dict(json.load(answer))
     except urllib.error.HTTPError as error:
-        raise StoreUnavailable(f"the front end at {url} answers {path} with {error.code}: {_why(error)}") from error
+        raise StoreUnavailable(f"{who} answers {path} with {error.code}: {_why(error)}") from error
     except (urllib.error.URLError, OSError, ValueError) as error:
-        raise StoreUnavailable(f"the front end at {url} doesn't answer {path}: {error}") from error
+        raise StoreUnavailable(f"{who} doesn't answer {path}: {error}") from error
 
 
 def _why(error: urllib.error.HTTPError) -> str:

@@ -183,6 +183,15 @@ def check_endpoint(endpoint: str, *, curve: bool) -> None:
         )
 
 
+def check_remote(endpoint: object) -> None:
+    """Raise EndpointRefused unless `endpoint` is one to connect to."""
+    scheme, _, rest = endpoint.partition("://") if isinstance(endpoint, str) else ("", "", "")
+    host, _, port = rest.rpartition(":")
+    if (scheme == "ipc" and rest) or (scheme == "tcp" and host and port.isdecimal() and 0 < int(port) < 65536):
+        return
+    raise EndpointRefused(f"{endpoint!r} is no endpoint to connect to: use tcp://ADDRESS:PORT or ipc://PATH")
+
+
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback

@@ -29,7 +29,7 @@ from forebay.events.codec import DecodedBatch, decode_batch
 from forebay.events.errors import EventDecodeError, ReplayFailed
 from forebay.events.publisher import END, SNAPSHOT_REQUEST
 from forebay.events.schema import SNAPSHOT
-from forebay.events.sockets import CurveClient
+from forebay.events.sockets import CurveClient, check_remote
 
 _MAX_MESSAGE_BYTES = 256 << 20
 _RECEIVE_QUEUE = 10_000
@@ -84,7 +84,7 @@ class EventSubscriber:
 
     With `from_start` and a `replay` endpoint it begins with a snapshot, or what else the publisher remembers,
     instead of with the next live batch. Without a replay endpoint gaps are reported, not filled. One answer of a
-    replay socket is taken up to `replay_bytes`: beyond, it has failed.
+    replay socket is taken up to `replay_bytes`: beyond, it has failed. Raises EndpointRefused for what is no endpoint.
     """
 
     def __init__(
@@ -100,7 +100,11 @@ class EventSubscriber:
         curve: CurveClient | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        for wanted in (endpoint, replay):
+            if wanted is not None:
+                check_remote(wanted)
         self.counters = SubscriberCounters()
+        self.endpoint = endpoint
         self._replay_endpoint, self._replay_timeout, self._curve = replay, replay_timeout, curve
         self._replay_bytes, self._retry_seconds, self._clock = replay_bytes, retry_seconds, clock
         self._owed = False
@@ -197,12 +201,13 @@ class EventSubscriber:
         while self._monitor.poll(0):
             self._monitor.recv_multipart()
             self._doubt = self._started and self._last >= 0
-        if not self._doubt or self._replay_endpoint is None:
+        endpoint = self._may_ask() if self._doubt else None
+        if endpoint is None:
             return False
         try:
-            answers = list(self._replay(self._replay_endpoint, self._last))
+            answers = list(self._replay(endpoint, self._last))
         except ReplayFailed:
-            self.counters.failed_replays += 1
+            self._failed()
             return False
         self._doubt = False
         return not answers or not self._is_our_last(answers[0])
@@ -310,10 +315,12 @@ class EventSubscriber:
         """Ask for a snapshot and deliver it, with what came after it. False: the publisher gives none."""
         with closing(self._replay(endpoint, SNAPSHOT_REQUEST)) as answers:
             parts = [message for frames in answers if (message := self._parse(frames)) is not None]
+        # Numbers that go back in an answer are a publisher's mistake: what has them is left out, and a gap found.
+        parts = [part for at, part in enumerate(parts) if not at or part.seq >= parts[at - 1].seq]
         if not parts or not parts[0].topic.startswith(self._topic.decode()):
             return False
         self.counters.snapshots += 1
-        self._owed = False
+        self._owed = self._doubt = False
         if self._is_other_epoch(parts[0].batch):
             self.counters.restarts += 1
             restart = "epoch"

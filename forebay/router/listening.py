@@ -18,6 +18,7 @@ _WAIT_S = 0.25
 QUIET_S = 35.0
 """A store says something every 10 s. After so long without, its stream counts as down, and is begun anew."""
 WAITING_MAX = 4096
+AGAIN_S = 1.0
 
 
 class Listener:
@@ -29,7 +30,7 @@ class Listener:
         quiet_s: float | None = None, clock: Callable[[], float] = time.time, curve: CurveClient | None = None,
     ) -> None:  # fmt: skip
         self.feed, self._loop, self._clock = feed, loop, clock
-        self.gaps = self.replays = 0
+        self.gaps = self.replays = self.failures = 0
         self._endpoint, self._replay, self._quiet_s, self._curve = endpoint, replay, quiet_s, curve
         self._stop = threading.Event()
         # What was handed over and not yet applied: a slow loop makes the thread wait, and ZMQ's queue bounds the rest.
@@ -47,10 +48,17 @@ class Listener:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            with EventSubscriber(
-                self._endpoint, replay=self._replay, from_start=self._replay is not None, curve=self._curve
-            ) as stream:
-                self._listen(stream)
+            try:
+                with EventSubscriber(
+                    self._endpoint, replay=self._replay, from_start=self._replay is not None, curve=self._curve
+                ) as stream:
+                    self._listen(stream)
+            except Exception:
+                # Whatever it is, what was heard before must not be believed for ever.
+                log.exception("the events of %s can't be listened to; trying again", self.feed.owner)
+                self.failures += 1
+                self._tell(self.feed.down)
+                self._stop.wait(AGAIN_S)
 
     def _listen(self, stream: EventSubscriber) -> None:
         """Until it is time to stop, or to begin anew because nothing comes."""
@@ -62,14 +70,18 @@ class Listener:
                 last = time.monotonic()
                 self._hand_over(received)
             elif self._quiet_s is not None and time.monotonic() - last > self._quiet_s:
-                self._loop.call_soon_threadsafe(self.feed.down)
+                self._tell(self.feed.down)
                 return
 
     def _hand_over(self, received: Received) -> None:
         while not self._room.acquire(timeout=_WAIT_S):
             if self._stop.is_set():
                 return
-        self._loop.call_soon_threadsafe(self._apply, received)
+        self._tell(self._apply, received)
+
+    def _tell(self, what: Callable[..., None], *about: Received) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(what, *about)
 
     def _apply(self, received: Received) -> None:
         self._room.release()

@@ -111,6 +111,7 @@ class _Live(Collector):
                 counts.add_metric([feed.owner, name], float(getattr(feed.counters, name)))
             counts.add_metric([feed.owner, "gaps"], float(listener.gaps))
             counts.add_metric([feed.owner, "replays"], float(listener.replays))
+            counts.add_metric([feed.owner, "failures"], float(listener.failures))
             counts.add_metric([feed.owner, "orphans"], float(feed.orphans.blocks))
             counts.add_metric([feed.owner, "orphans_given_up"], float(feed.orphans.given_up))
         yield trust

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import urllib.parse
 from collections.abc import Mapping
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from forebay.errors import ConfigError
-from forebay.events.sockets import CurveClient
+from forebay.events.errors import EndpointRefused
+from forebay.events.sockets import CurveClient, check_remote
 from forebay.scheduler.fleet import Rates
+from forebay.scheduler.prefix_keys import BLOCK_TOKENS_MAX
 from forebay.tiers.p2p.keys import own_pair, peer_key
 
 BACKENDS_MAX = 1024
@@ -87,9 +90,10 @@ def stores_of(table: Mapping[str, Any]) -> tuple[StoreStream, ...]:
     """Stores by name. Raises ValueError that names what is wrong."""
     made = []
     for name, given in table.items():
-        options = _options(name, given, {field.name for field in fields(StoreStream)})
+        options = _options(name, given, {field.name for field in fields(StoreStream)} - {"name"})
         if "events" not in options:
             raise ValueError(f"store {name!r}: takes events, the endpoint of its stream")
+        _check_stream(f"store {name!r}", options)
         made.append(StoreStream(name, **options))
     return tuple(made)
 
@@ -102,10 +106,38 @@ def _backend(name: str, given: object) -> Backend:
         raise ValueError(f"worker {name!r}: url takes http://HOST:PORT")
     rates = {key: options.pop(key) for key in [field.name for field in fields(Rates)] if key in options}
     if "load_s" in rates:
-        rates["load_s"] = tuple(float(value) for value in rates["load_s"])
+        rates["load_s"] = tuple(rates["load_s"]) if isinstance(rates["load_s"], list | tuple) else ()
         if len(rates["load_s"]) != 4:
             raise ValueError(f"worker {name!r}: load_s takes four numbers: device, host, disk, remote")
+    _check_stream(f"worker {name!r}", options)
+    _check_rates(f"worker {name!r}", rates)
+    size = options.get("block_tokens", 16)
+    if type(size) is not int or not 0 < size <= BLOCK_TOKENS_MAX:
+        raise ValueError(f"worker {name!r}: block_tokens takes a number from 1 to {BLOCK_TOKENS_MAX}")
     return Backend(name, address.hostname, address.port or 80, rates=Rates(**rates), **options)
+
+
+def _check_stream(whose: str, options: Mapping[str, Any]) -> None:
+    for name in ("events", "replay"):
+        if name in options:
+            try:
+                check_remote(options[name])
+            except EndpointRefused as error:
+                raise ValueError(f"{whose}: {name}: {error}") from error
+    if "replay" in options and "events" not in options:
+        raise ValueError(f"{whose}: replay without events: nothing would be heard")
+    for name in ("server", "store", "kv_address"):
+        if not isinstance(options.get(name, ""), str):
+            raise ValueError(f"{whose}: {name} takes text")
+
+
+def _check_rates(whose: str, rates: Mapping[str, Any]) -> None:
+    if type(rates.get("overlaps", True)) is not bool:
+        raise ValueError(f"{whose}: overlaps takes true or false")
+    for name, told in rates.items():
+        for value in told if isinstance(told, tuple) else (told,):
+            if name != "overlaps" and (not isinstance(value, int | float) or not 0 <= value < math.inf):
+                raise ValueError(f"{whose}: {name} takes a number of seconds or tokens, 0 or more; not {value!r}")
 
 
 def _options(name: str, given: object, known: set[str]) -> dict[str, Any]:
@@ -132,6 +164,8 @@ def inline(text: str) -> dict[str, Any]:
 def check(config: RouterConfig) -> None:
     """Raise ConfigError for stores that nobody named, and for streams whose keys aren't to be had."""
     known = {store.name for store in config.stores}
+    if both := sorted(known & {backend.name for backend in config.backends}):
+        raise ConfigError(f"{both[0]!r} is a worker and a store: each needs a name of its own, by which its events go")
     for backend in config.backends:
         if backend.store is not None and backend.store not in known:
             raise ConfigError(f"worker {backend.name!r} is attached to store {backend.store!r}, which has no table")

@@ -88,7 +88,12 @@ class Upstreams:
     async def watch(self) -> None:
         """Poll for ever."""
         while True:
-            await asyncio.gather(*(self._look(number) for number in range(len(self.all))))
+            every = range(len(self.all))
+            looks = await asyncio.gather(*(self._look(number) for number in every), return_exceptions=True)
+            for upstream, failed in zip(self.all, looks, strict=True):
+                if isinstance(failed, Exception):  # a bug; the others are looked at all the same
+                    upstream.mark(False)
+                    log.error("worker %s can't be looked at", upstream.backend.name, exc_info=failed)
             await asyncio.sleep(self._config.health_s)
 
     async def _look(self, number: int) -> None:

@@ -7,6 +7,9 @@ from forebay.scheduler.fleet import Fleet
 COMPUTED_MIN = 256
 """Shorter computations tell more of the way there and back than of the device."""
 WEIGHT = 0.2
+LEAP = 4.0
+"""One measurement counts as at most so many times the present rate: a worker that was held up once, and is then shunned
+for what was learned of it, would never have the chance to show that it is faster."""
 
 
 def learn_prefill(fleet: Fleet, worker: int, prompt_tokens: int, cached: int, ttft_s: float) -> bool:
@@ -17,5 +20,7 @@ def learn_prefill(fleet: Fleet, worker: int, prompt_tokens: int, cached: int, tt
         return False
     mean = (prompt_tokens + cached) / 2  # attention makes tokens dearer by where they stand
     units = computed * (1 + mean / float(fleet.attention[worker]))
-    fleet.prefill_s[worker] += WEIGHT * (ttft_s / units - float(fleet.prefill_s[worker]))
+    present = float(fleet.prefill_s[worker])
+    measured = min(ttft_s / units, LEAP * present) if present > 0 else ttft_s / units
+    fleet.prefill_s[worker] += WEIGHT * (measured - present)
     return True

@@ -81,6 +81,8 @@ def test_tail_without_a_stream_says_what_to_do(tmp_path: Path) -> None:
     assert found.returncode == 3
     wrong = forebay("events", "watch")
     assert wrong.returncode == 2 and "tail" in wrong.stderr
+    nowhere = forebay("events", "tail", "--events", "127.0.0.1:5557")
+    assert nowhere.returncode == 2 and "tcp://ADDRESS:PORT" in nowhere.stderr and "Traceback" not in nowhere.stderr
 
 
 def test_a_difference_is_what_is_held_and_not_believed_and_the_other_way_round() -> None:

@@ -13,6 +13,7 @@ from forebay.events.publisher import END, SNAPSHOT_REQUEST, EventPublisher, Publ
 from forebay.events.schema import CPU, BlockRemoved, BlockStored, KVEvent, WireProfile, low64
 from forebay.events.subscriber import EventSubscriber, Received
 from forebay.events.threaded import PublisherThread, run_in_thread
+from forebay.testing.cluster import free_port
 from tests.events.support import LOOPBACK, Held, apply, keys_of, stored
 
 
@@ -326,6 +327,38 @@ def test_a_new_publisher_whose_heartbeats_fit_is_told_by_its_history(scripted: S
     store.close()
     assert [b.seq for b in batches] == [0, 1, 2, 3, 4, 5]
     assert [b.restart for b in batches] == ["history", None, None, None, None, None]
+
+
+def test_a_silent_replay_socket_is_not_asked_at_every_batch_whether_the_publisher_is_a_new_one(
+    scripted: Scripted,
+) -> None:
+    now = [0.0]
+    nobody = f"tcp://127.0.0.1:{free_port()}"
+    with EventSubscriber(
+        scripted.endpoint, replay=nobody, replay_timeout=0.05, retry_seconds=10.0, clock=lambda: now[0]
+    ) as subscriber:
+        scripted.join(subscriber)
+        scripted.say(0, stored(1))
+        take(subscriber, 1)
+        subscriber._doubt = True  # as after a new connection
+        for seq in range(1, 6):
+            scripted.say(seq)
+        assert [b.seq for b in take(subscriber, 5)] == [1, 2, 3, 4, 5]
+        assert subscriber.counters.failed_replays == 1
+        now[0] = 11.0
+        scripted.say(6)
+        take(subscriber, 1)
+        assert subscriber.counters.failed_replays == 2, "but it isn't forgotten"
+
+
+def test_parts_of_a_snapshot_whose_numbers_go_back_are_left_out(scripted: Scripted) -> None:
+    parts: list[tuple[int, list[KVEvent]]] = [(41, [stored(3)]), (7, [stored(2, first=800)]), (42, [stored(4)])]
+    with (
+        Answering({SNAPSHOT_REQUEST: parts}) as router,
+        EventSubscriber(scripted.endpoint, replay=router.endpoint, from_start=True) as subscriber,
+    ):
+        assert [(b.seq, b.missed) for b in take(subscriber, 2)] == [(41, 0), (42, 0)]
+        assert subscriber.counters.missed == 0
 
 
 def test_a_publisher_that_was_only_out_of_reach_is_not_taken_for_a_new_one() -> None:

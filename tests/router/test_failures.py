@@ -209,6 +209,29 @@ def test_a_store_that_is_placed_elsewhere_is_not_listened_to_anew_before_the_old
     run(story())
 
 
+def test_a_worker_that_cannot_be_looked_at_is_down_and_the_others_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> None:
+        async with routed(Hostile(), Hostile(), health_s=0.005) as router:
+            healthy, looks = router.upstreams._look, [0, 0]
+
+            async def _look(number: int) -> None:
+                looks[number] += 1
+                if number == 0:
+                    raise LookupError("a bug")
+                await healthy(number)
+
+            monkeypatch.setattr(router.upstreams, "_look", _look)
+            watching = asyncio.create_task(router.upstreams.watch())
+            await until(lambda: min(looks) >= 3)
+            watching.cancel()
+            assert [upstream.up for upstream in router.upstreams.all] == [False, True]
+
+    run(story())
+    assert "w0 can't be looked at" in caplog.text
+
+
 def test_a_name_that_is_none_is_a_worker_that_cannot_be_reached() -> None:
     for host in ("a..b", "x" * 80):
         with pytest.raises(BackendFailed, match="can't be reached"):

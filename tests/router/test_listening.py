@@ -194,3 +194,42 @@ def test_keys_that_cannot_be_had_are_told_at_the_start(tmp_path: Path) -> None:
     assert curve_of(RouterConfig(backends_of(table)), None) is None
     (tmp_path / "node.pub").write_bytes(zmq.curve_keypair()[0])
     assert curve_of(RouterConfig(backends_of(table), event_keys=tmp_path), "node") is not None
+
+
+def test_a_listener_that_fails_believes_nothing_and_begins_anew(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("forebay.router.listening.AGAIN_S", 0.01)
+
+    async def run() -> Listener:
+        publisher = EventPublisher(LOOPBACK, replay=LOOPBACK)
+        feed = Feed("w0", "m", PrefixIndex(), Holders(), 16)
+        listener = Listener(feed, publisher.endpoint, publisher.replay_endpoint, asyncio.get_running_loop())
+        publisher.publish([event(16)], 0.0)
+        healthy, calls = listener._hand_over, []
+
+        def hand_over(received: Received) -> None:
+            healthy(received)
+            calls.append(received)
+            if len(calls) == 1:
+                raise zmq.ZMQError(zmq.ETERM)
+
+        monkeypatch.setattr(listener, "_hand_over", hand_over)
+        trusts: list[Trust] = []
+        down = feed.down
+        monkeypatch.setattr(feed, "down", lambda: (trusts.append(feed.trust), down()))
+        listener.start()
+        try:
+            async with asyncio.timeout(20):
+                while len(calls) < 2 or not len(feed.index):
+                    publisher.poll_replay()
+                    await asyncio.sleep(0.005)
+        finally:
+            await asyncio.to_thread(listener.close)
+            publisher.close()
+        assert trusts == [Trust.EXACT] and feed.trust is Trust.EXACT and len(feed.index) == BLOCKS
+        assert feed.counters.fences == 1
+        return listener
+
+    assert asyncio.run(run()).failures == 1
+    assert "w0 can't be listened to" in caplog.text

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from forebay.errors import ConfigError
 from forebay.router.breaker import Breaker, BreakerState
 from forebay.router.settings import RouterConfig, backends_of, check, inline, stores_of
 from forebay.router.streams import DONE, Relay, SseParser, StreamBroken
@@ -114,10 +115,24 @@ def test_settings_are_read_and_wrong_ones_named() -> None:
     for wrong, named in (
         ({"w": "https://x"}, "url"), ({"w": {"url": "http://x", "tpyo": 1}}, "tpyo"), ({"": "http://x"}, "name"),
         ({"w": {"url": "http://x", "load_s": [1]}}, "load_s"), ({}, "0 workers"),
+        ({"w": {"url": "http://x", "load_s": 1}}, "load_s"),
+        ({"w": {"url": "http://x", "load_s": list("abcd")}}, "load_s"),
+        ({"w": {"url": "http://x", "prefill_s": "fast"}}, "prefill_s"),
+        ({"w": {"url": "http://x", "move_s": -1}}, "move_s"),
+        ({"w": {"url": "http://x", "overlaps": "no"}}, "overlaps"), ({"w": {"url": "http://x:99999"}}, "[Pp]ort"),
+        ({"w": {"url": "http://x", "block_tokens": 0}}, "block_tokens"),
+        ({"w": {"url": "http://x", "block_tokens": "16"}}, "block_tokens"),
+        ({"w": {"url": "http://x", "events": "127.0.0.1:5557"}}, "tcp://"),
+        ({"w": {"url": "http://x", "events": 5}}, "tcp://"),
+        ({"w": {"url": "http://x", "events": "tcp://h:1", "replay": "tcp://h"}}, "replay"),
+        ({"w": {"url": "http://x", "replay": "tcp://h:1"}}, "replay without events"),
+        ({"w": {"url": "http://x", "store": 5}}, "store takes text"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=named):
             backends_of(wrong)
     with pytest.raises(ValueError, match="events"):
         stores_of({"s": {}})
-    with pytest.raises(Exception, match="no table"):
+    with pytest.raises(ConfigError, match="no table"):
         check(RouterConfig(made))
+    with pytest.raises(ConfigError, match="'w0' is a worker and a store"):
+        check(RouterConfig(made[:1], stores_of({"w0": {"events": "tcp://h:1"}})))

@@ -309,3 +309,13 @@ def test_prefill_rates_are_learned_from_what_was_measured() -> None:
         assert learn_prefill(fleet, 0, 2000, 1000, 0.5)
     assert fleet.prefill_s[0] == pytest.approx(0.0005, rel=0.02)
     assert not learn_prefill(fleet, 1, 300, 290, 0.5), "too short to tell"
+
+
+def test_a_worker_that_was_held_up_once_is_not_shunned_for_ever() -> None:
+    fleet = Fleet([Worker("a", None, 16, Rates(prefill_s=0.001)), Worker("b", None, 16, Rates(prefill_s=0))], Holders())
+    assert learn_prefill(fleet, 0, 2000, 0, 600.0)
+    assert fleet.prefill_s[0] <= 0.0016
+    for _ in range(40):
+        learn_prefill(fleet, 0, 2000, 0, 200.0)
+        learn_prefill(fleet, 1, 2000, 0, 200.0)
+    assert fleet.prefill_s.tolist() == pytest.approx([0.1, 0.1], rel=0.02), "one that is slow is known to be"
