@@ -31,6 +31,9 @@ from forebay.errors import ConfigError
 from forebay.kvstore.geometry import MATCH_UNIT, GroupGeometry
 from forebay.kvstore.layout.ownership import HeadPart
 
+Finish = Callable[[memoryview], None]
+"""Fills a room with what was copied aside."""
+
 Packing = Callable[[int], tuple[CellRow, ...]]
 """The rows of a packed cell of so many tokens, of which the cache is contiguous."""
 
@@ -156,19 +159,39 @@ class GroupCopier:
         with self._bounce.loading(granules) as staged:
             self._move(staged, start, first, last, tables, into_cache=True, cut=False)
 
-    def store(self, room: memoryview, start: int, end: int, tables: Tables) -> Callable[[], None]:
-        """Copy the chunk [start, end) into `room`. `tables` are cut to it. Raises as `load`.
+    def store(self, room: memoryview | None, start: int, end: int, tables: Tables) -> Finish | None:
+        """Copy the chunk [start, end) out, into `room` if that can be done at once, else aside. `tables` are cut to it.
+        Raises as `load`.
 
-        The engine may overwrite the cache afterwards. The room is filled when what is returned has been called, on
-        whatever thread; that may block.
+        The engine may overwrite the cache afterwards. What is returned brings what is aside into a room, on whatever
+        thread, and may block; None: the room is full. Of a room only this rank's heads are touched: other ranks write
+        theirs at any time.
         """
-        granules, bounce = self._granules(room), self._bounce
+        bounce = self._bounce
+        if bounce is None and room is not None:
+            self._move(self._granules(room), start, start, end, tables, into_cache=False, cut=True)
+            return None
+        layers = len(self.geometry.layers)
+        values = self.geometry.granule_bytes // self._dtype.itemsize // layers * self.heads.count
+        shape = ((end - start) // MATCH_UNIT, layers, values // self.geometry.kv_heads)
         if bounce is None:
-            self._move(granules, start, start, end, tables, into_cache=False, cut=True)
-            return _nothing
-        with bounce.storing(granules) as staged:
-            self._move(staged, start, start, end, tables, into_cache=False, cut=True)
-        return lambda: bounce.fetch(granules, staged)
+            aside = torch.empty(shape, dtype=self._dtype)
+            self._move(aside, start, start, end, tables, into_cache=False, cut=True, own=True)
+            return lambda room: self._put(aside, room)
+        with bounce.storing(shape, self._dtype) as staged:
+            self._move(staged, start, start, end, tables, into_cache=False, cut=True, own=True)
+        return lambda room: self._put(bounce.fetch(staged), room)
+
+    def _put(self, aside: Tensor, room: memoryview) -> None:
+        """Bring this rank's heads, which are all that `aside` has, to their places."""
+        granules = self._granules(room)
+        if self.heads.count == self.geometry.kv_heads:
+            granules.copy_(aside)
+            return
+        for stack in self.stacks:
+            for rows in stack.rows:
+                own = self._shaped(aside[:, rows.layers], rows, own=True)
+                self._shaped(granules[:, rows.layers], rows).copy_(own)
 
     def _granules(self, payload: memoryview) -> Tensor:
         size = self.geometry.granule_bytes
@@ -176,14 +199,15 @@ class GroupCopier:
         return flat.view(len(payload) // size, len(self.geometry.layers), -1)
 
     def _move(
-        self, granules: Tensor, start: int, first: int, last: int, tables: Tables, *, into_cache: bool, cut: bool
-    ) -> None:
+        self, granules: Tensor, start: int, first: int, last: int, tables: Tables, *, into_cache: bool, cut: bool,
+        own: bool = False,
+    ) -> None:  # fmt: skip
         for stack in self.stacks:
             table = split(tables[stack.part.engine_group], stack.ratio)
             base = start // stack.part.block_tokens * stack.ratio if cut else 0
             places = pieces(start, first, last, stack.block_tokens, table, base)
             for rows in stack.rows:
-                shaped = self._shaped(granules[:, rows.layers], rows)
+                shaped = self._shaped(granules[:, rows.layers], rows, own=own)
                 for piece in places:
                     for payload, cache in _sides(shaped, rows, piece, stack.unit):
                         if into_cache:
@@ -191,12 +215,13 @@ class GroupCopier:
                         else:
                             payload.copy_(cache)
 
-    def _shaped(self, granules: Tensor, rows: Rows) -> Tensor:
-        """[granules, layers, rows, heads, 16, channels] of a payload, this rank's heads alone."""
-        heads = self.geometry.kv_heads
+    def _shaped(self, granules: Tensor, rows: Rows, *, own: bool = False) -> Tensor:
+        """[granules, layers, rows, heads, 16, channels] of a payload, this rank's heads alone; of one that has no
+        others, if it is its `own`."""
+        heads, first = (self.heads.count, 0) if own else (self.geometry.kv_heads, self.heads.first)
         at, length = rows.at * heads * MATCH_UNIT, rows.count * heads * MATCH_UNIT * rows.dim
         shaped = granules[:, :, at : at + length].unflatten(2, (rows.count, heads, MATCH_UNIT, rows.dim))
-        return shaped[:, :, :, self.heads.first : self.heads.first + self.heads.count]
+        return shaped[:, :, :, first : first + self.heads.count]
 
 
 def _sides(shaped: Tensor, rows: Rows, piece: Piece, unit: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -230,10 +255,6 @@ def _stretches(shaped: Tensor, token: int, piece: Piece, units: int, unit: int) 
     return some
 
 
-def _nothing() -> None:
-    """The room is full already."""
-
-
 def checksums(payload: memoryview, granule_bytes: int) -> bytes:
     """One xxh3_64 (u64 LE) a granule."""
     digest = xxhash.xxh3_64_intdigest
@@ -243,7 +264,7 @@ def checksums(payload: memoryview, granule_bytes: int) -> bytes:
 
 
 class Bounce:
-    """An accelerator's way: a buffer of the payload's shape on the device, on a stream of its own."""
+    """An accelerator's way: a buffer on the device, on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -262,17 +283,18 @@ class Bounce:
         self._stream.synchronize()
 
     @contextmanager
-    def storing(self, granules: Tensor) -> Iterator[Tensor]:
-        """Gives a device buffer like `granules`. What is read to fill it was written by the engine's stream, which goes
-        on when it is full."""
+    def storing(self, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Tensor]:
+        """Gives a device buffer. What is read to fill it was written by the engine's stream, which goes on when it is
+        full."""
         engine = self._engine
         self._stream.wait_stream(engine)
         with torch.cuda.stream(self._stream):
-            yield torch.empty_like(granules, device=self._device)
+            yield torch.empty(shape, dtype=dtype, device=self._device)
         engine.wait_stream(self._stream)
 
-    def fetch(self, granules: Tensor, staged: Tensor) -> None:
+    def fetch(self, staged: Tensor) -> Tensor:
         """Bring a filled buffer over. Blocks until it is there."""
         with torch.cuda.stream(self._stream):
-            granules.copy_(staged)
+            host = staged.cpu()
         self._stream.synchronize()
+        return host

@@ -16,12 +16,12 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from forebay.connectors.blocks import covered, held_from
-from forebay.connectors.copying import GroupCopier, checksums
+from forebay.connectors.copying import Finish, GroupCopier, checksums
 from forebay.connectors.link import StoreLink
 from forebay.connectors.orders import Load, Orders, Span
 from forebay.errors import CorruptChunk, StoreError, StoreUnavailable
@@ -46,16 +46,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Room:
-    """One chunk of one of our groups on its way out. `finish` brings what the accelerator still has; `staged` is where
-    it waits if the store had not said in time where it goes."""
+    """One chunk of one of our groups on its way out. If it is `copied` there may be a `finish`, which brings what is
+    still aside: on the accelerator, or since the store had not said in time where it goes."""
 
     span: Span
     group: int
     bytes: int
     slot: Slot | None = None
     session: int = 0
-    finish: Callable[[], None] | None = None
-    staged: bytearray | None = None
+    copied: bool = False
+    finish: Finish | None = None
 
     @property
     def reserved(self) -> bool:
@@ -207,8 +207,7 @@ class Mover:
             else:
                 self.counters["stores.late"] += len(batch.rooms)
                 for room in batch.rooms:
-                    room.staged = bytearray(room.bytes)
-                    self._fill(room, memoryview(room.staged))
+                    self._fill(room, None)
         finally:
             self._link.run(lambda: self._settle(batch))  # also what was not filled leaves the queue
 
@@ -218,10 +217,11 @@ class Mover:
             if room.slot is not None and room.reserved and room.session == self._link.session:
                 self._fill(room, self._link.client.room(room.slot, room.bytes))
 
-    def _fill(self, room: Room, target: memoryview) -> None:
+    def _fill(self, room: Room, target: memoryview | None) -> None:
         try:
             copier = self._copiers[room.group]
             room.finish = copier.store(target, room.span.start, room.span.end, room.span.tables)
+            room.copied = True
             self.counters["stores.bytes"] += room.bytes
         except LookupError as error:
             log.warning("a chunk could not be copied out: %s", error)
@@ -278,10 +278,10 @@ class Mover:
             while not batch.ready.is_set():
                 await asyncio.sleep(0.001)
             mine = [room for room in batch.rooms if room.reserved and room.session == self._link.session]
-            unwritten = [room.reservation for room in mine if room.finish is None]
+            unwritten = [room.reservation for room in mine if not room.copied]
             if unwritten and self._link.boot():
                 self._link.client.abort(unwritten)
-            await self._commit([room for room in mine if room.finish is not None])
+            await self._commit([room for room in mine if room.copied])
         except TimeoutError:
             await self._link.give_up("the store doesn't answer commits")
         except (StoreError, LookupError) as error:  # a connection that is lost takes its mappings along
@@ -313,14 +313,13 @@ class Mover:
         """Bring what is still elsewhere; hash what is then `whole`."""
         there = []
         for room in rooms:
-            assert room.slot is not None and room.finish is not None
-            room.finish()
-            if room.staged is not None:
+            assert room.slot is not None
+            if room.finish is not None:
                 with self._link.room_lock:
                     if room.session != self._link.session:
                         continue
-                    self._link.client.room(room.slot, room.bytes)[:] = room.staged
-                room.staged = None
+                    room.finish(self._link.client.room(room.slot, room.bytes))
+                room.finish = None
             there.append(room)
         return self._hash(there) if whole else [Written(room.reservation, b"") for room in there]
 

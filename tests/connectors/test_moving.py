@@ -181,6 +181,34 @@ def test_ranks_write_a_chunk_together_and_it_appears_once(cluster: Cluster, rank
     assert same(reader.engine, whole, 0, CHUNK)
 
 
+@pytest.mark.parametrize("late", [(0,), (1,), (0, 1)])
+def test_a_rank_that_is_told_its_place_late_touches_no_other_ranks_part(
+    cluster: Cluster, ranks: list[Rank], late: tuple[int, ...]
+) -> None:
+    writers = [rank(cluster, ranks, seed=place, place=place, size=2) for place in range(2)]
+    for writer in writers:
+        fill(writer.engine, range(CHUNK))
+    for place, writer in sorted(enumerate(writers), key=lambda item: item[0] in late):
+        orders = writer.orders(spans=[writer.span("w", 0, CHUNK)])
+        if place not in late:
+            writer.step(orders)
+            continue
+        with writer.link.room_lock:  # as while a connection is made anew
+            writer.mover.begin(orders)
+            writer.mover.end(idle=False)
+        assert writer.mover.counters["stores.late"] == 1
+    for writer in writers:
+        writer.settled()
+    reader = rank(cluster, ranks, seed=5)
+    answer = reader.ask()
+    assert answer is not None and answer.hit == CHUNK
+    reader.step(reader.orders(loads=[reader.load(answer)]))
+    assert not reader.done().failed
+    whole = engine(FULL, block_tokens=32, seed=5)
+    fill(whole, range(CHUNK))
+    assert same(reader.engine, whole, 0, CHUNK)
+
+
 def test_a_damaged_chunk_is_a_failed_load_and_is_not_served_again(cluster: Cluster, ranks: list[Rank]) -> None:
     one = rank(cluster, ranks)
     fill(one.engine, range(CHUNK))

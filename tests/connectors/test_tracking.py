@@ -450,7 +450,9 @@ def test_after_new_weights_nothing_of_the_old_ones_is_stored_or_promised() -> No
     track.matched("r", 0, lambda question: store.answer(question, 64) and None)
     track.matched("loading", 0, lambda question: store.answer(question, 64) and None)
     track.allocated("loading", tables(64), 64)
-    track.step("r", 32, lambda: tables(32))
+    added(track, name="computing")
+    track.step("computing", 64, lambda: tables(64))
+    assert len(track.orders.spans) == 2
     track.forget_all(NAMESPACE, lambda tracked: keys(b"new"))
     orders = track.take_orders()
     assert len(orders.loads) == 1 and not orders.spans
