@@ -1,7 +1,7 @@
 """Prefill and decode by different workers of one host: they meet in the store's pool, and nothing is copied twice.
 
-The front end decides by what isn't cached yet. Every answer is transformers', token for token; who computed what is
-read from counters.
+The prefill side has two ranks, the decode side one. The front end decides by what isn't cached yet. Every answer is
+transformers', token for token; who computed what is read from counters.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     tiny_windowed(folder / "model")
     made = Cluster(folder, folder / "model", chunk_tokens=CHUNK)
     made.start_store()
-    for name in (DECODE, PREFILL):
-        made.start_worker(name, extra=ONE_THREAD)
+    made.start_worker(DECODE, extra=ONE_THREAD)
+    made.start_worker(PREFILL, extra=(*ONE_THREAD, "--tensor-parallel-size", "2"))
     apart = ("--prefill", made.socket(PREFILL), "--store", made.store_address, "--split-at", str(SPLIT_AT))
     made.start_frontend(FRONT, DECODE, extra=apart)
     able(made)
