@@ -129,11 +129,10 @@ def measure(arena: Arena, length: int, times: float, bytes_s: float, repeats: in
     arena.ask("cut", known, bytes_s)  # so that the worker knows this pace, as it would after any other request
     for number in range(repeats):
         prompt = arena.prompt(length)
-        computing = arena.store(prompt)
-        cell.seconds["compute"].append(computing)
-        order = ["load", "cut"] if number % 2 else ["cut", "load"]
-        for policy in order:
-            if policy == "load" and computing / times > longest_s:
+        cell.seconds["compute"].append(arena.store(prompt))
+        loads = cell.seconds["compute"][0] / times <= longest_s
+        for policy in ("load", "cut") if number % 2 else ("cut", "load"):
+            if policy == "load" and not loads:
                 continue
             before = arena.loaded()
             cell.seconds[policy].append(arena.ask(policy, prompt, bytes_s))

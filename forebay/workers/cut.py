@@ -27,6 +27,9 @@ PROBE_S = 0.03
 MET = -1
 """The answer to a claim where the two ends have met."""
 
+ALONE = -2
+"""The answer where nothing has landed and nothing is worth waiting for: the front computes all, in whatever steps."""
+
 
 @dataclass(slots=True)
 class Landed:
@@ -80,7 +83,8 @@ class Cut:
 
     def claim(self, position: int, count: int) -> int:
         """How many tokens from `position` on are to be computed now, at most `count`. 0: wait, for a load that is
-        worth it; the transfer thread says when. MET: there is nothing left to compute, all else has landed."""
+        worth it; the transfer thread says when. MET: there is nothing left to compute, all else has landed. ALONE:
+        there is nothing else; the cut is over."""
         with self._lock:
             bound = self._bound()
             if position < self._front:  # claimed before, and not computed yet for want of blocks
@@ -95,16 +99,15 @@ class Cut:
                 self._parked = True
                 return 0
             self._parked = False
-            taken = min(count, upto - position, self._stride(upto - position))
+            known = self._ended or self._rates.prefill.samples > 0
+            if upto == self.end and count >= upto - position and known:
+                self._closed = True  # the last step of the prefix: nothing else could land in time
+                return ALONE
+            taken = min(count, upto - position)
+            if not known:  # one piece shows how fast it goes
+                taken = min(taken, max(piece.end - piece.start for piece in self.pieces))
             self._front = position + taken
             return taken
-
-    def _stride(self, left: int) -> int:
-        """Half of the way, so that what the other end does meanwhile counts; but a piece, or what is left of one."""
-        if self._ended:
-            return left
-        piece = max(piece.end - piece.start for piece in self.pieces)
-        return piece if self._rates.prefill.samples == 0 else max(piece, -(-left // 2 // piece) * piece)
 
     def spend(self, group: int, count: int) -> list[int]:
         """Up to `count` blocks for the front, of those that were set aside for the back."""
@@ -158,6 +161,12 @@ class Cut:
         """A segment is here, all of it landed, and the next one has `pieces`."""
         with self._lock:
             self._since, self._segment = self._clock(), pieces
+
+    def late_s(self) -> float:
+        """How much longer than the rates say the segment that arrives next has been waited for."""
+        with self._lock:
+            nominal = sum(self.load_seconds()[self._landed_from - self._segment :])
+            return self._clock() - self._since - nominal if self._segment else 0.0
 
     def take(self, index: int) -> list[list[int]] | None:
         """Blocks for piece `index`, one list a group; the engine keeps off it until `landed` or `failed`. None: the
@@ -231,7 +240,9 @@ class Cut:
             [piece.start for piece in pieces], self.load_seconds(), self._segment,
             self._clock() - self._since if self._segment else 0.0, landed,
         )  # fmt: skip
-        return meeting_point(self._front, outstanding, self._rates.prefill.seconds)
+        # Once something has landed, the step behind the prefix is one more in any case.
+        step_s = self._rates.prefill.step_s if landed == self.end else 0.0
+        return meeting_point(self._front, outstanding, self._rates.prefill.seconds, step_s)
 
     def load_seconds(self) -> list[float]:
         """What each piece that hasn't landed will take, by the rates."""

@@ -32,11 +32,11 @@ SEGMENT_S = 0.04
 AHEAD_S = 1.0
 """How much is asked for at once; at least two segments, so that the tier never waits for us."""
 
-PROBE_AGE_S = 20.0
-"""A tier that seems too slow to be of use is tried again after this long, by one segment."""
-
 LOOK_S = 0.005
 """How often it is looked at whether an engine that waits should rather compute."""
+
+LATE_S = 0.05
+"""When a segment is so late, what has come of it is used without the rest."""
 
 ABANDONED_MAX = 256
 """Answers that come too late and must be released; with more of them under way no new cut is begun."""
@@ -121,6 +121,7 @@ class _Back:
         self._segments: deque[Segment] = deque()
         self._asked = len(cut.pieces)
         self._look_s = LOOK_S + 2e-5 * len(cut.pieces)
+        self._patience_s = LATE_S
 
     async def run(self) -> None:
         """Until the ends have met, or nothing more can come."""
@@ -128,10 +129,13 @@ class _Back:
         while not cut.over and self._segments:
             segment = self._segments[0]
             await asyncio.wait({segment.answer}, timeout=self._look_s * (1 if cut.parked else 4))
+            if not segment.answer.done() and cut.opened and cut.late_s() > self._patience_s:
+                await self._land_some(segment)
             if cut.wakes():
                 self._cutter.deliver(Opened(self._pull.request, cut))
             if segment.answer.done() and cut.opened:
                 self._segments.popleft()
+                self._patience_s = LATE_S
                 if not await self._land(segment):
                     return
                 cut.arrived(self._segments[0].last - self._segments[0].first if self._segments else 0)
@@ -146,8 +150,8 @@ class _Back:
         cut = self._cut
         seconds = cut.load_seconds()
         while self._asked > 0 and not cut.over:
-            under_way = sum(seconds[self._asked : cut.next])
-            if len(self._segments) >= 2 and under_way >= AHEAD_S:
+            enough = not self._known() or sum(seconds[self._asked : cut.next]) >= AHEAD_S
+            if len(self._segments) >= 2 and enough:
                 return
             first = self._segment_start(seconds)
             if first is None:
@@ -161,35 +165,43 @@ class _Back:
         cut = self._cut
         meeting = cut.meeting()
         useful = next((i for i, piece in enumerate(cut.pieces[: self._asked]) if piece.start >= meeting), None)
-        known = all(self._cutter.rates.loads.bandwidth(tier) is not None for tier in cut.total)
         if useful is None or useful >= self._asked:
-            ages = [self._cutter.rates.loads.age(tier) for tier in cut.total]
-            probe = not self._segments and self._asked == len(cut.pieces) and max(ages, default=0.0) > PROBE_AGE_S
+            # A tier that seems too slow is tried all the same, by one piece at a time: it may have become faster.
+            probe = self._asked == len(cut.pieces) and all(map(self._cutter.rates.loads.idle, cut.total))
             return self._asked - 1 if probe else None
         first, total = self._asked, 0.0
-        while first > useful and (first == self._asked or (known and total < SEGMENT_S)):
+        while first > useful and (first == self._asked or (self._known() and total < SEGMENT_S)):
             first -= 1
             total += seconds[first]
         # Places go into one message.
         return max(first, self._asked - BATCH_ITEMS_MAX // len(self._cutter.shapes))
 
+    def _known(self) -> bool:
+        """Is the bandwidth of every tier known that is needed?"""
+        return all(self._cutter.rates.loads.bandwidth(tier) is not None for tier in self._cut.total)
+
     def _ask(self, first: int, last: int) -> None:
-        pull, cut, cutter = self._pull, self._cut, self._cutter
-        pieces = cut.pieces[first:last]
-        begin = pieces[0].position * cutter.shapes[0].chunk_tokens
-        compute_s = cutter.rates.prefill.seconds(cut.start, cut.end)
-        wanted = [place for piece in reversed(pieces) for place in piece.wanted]
-        fetching = _nothing() if not wanted else cutter.client.fetch(
-            self._namespace_id, pull.root, pull.tokens[4 * begin :], pull.keys, limit=cut.end, wanted=wanted,
-            # As long as the front would take all by itself: until then it may come in time.
-            deadline_ms=max(cutter.deadline_ms, int(1000 * compute_s)), tenant=pull.tenant, tokens_from=begin,
-        )  # fmt: skip
+        cut, cutter = self._cut, self._cutter
+        # As long as the front would take all by itself: until then it may come in time.
+        deadline_ms = max(cutter.deadline_ms, int(1000 * cutter.rates.prefill.seconds(cut.start, cut.end)))
         loads: Counter[str] = Counter()
-        for piece in pieces:
+        for piece in cut.pieces[first:last]:
             loads.update(piece.loads)
         cutter.rates.loads.begin(loads)
         cutter.counters.add("cut.segments")
+        fetching = self._fetch(first, last, deadline_ms)
         self._segments.append(Segment(first, last, loads, asyncio.get_running_loop().create_task(fetching)))
+
+    async def _fetch(self, first: int, last: int, deadline_ms: int) -> Fetched:
+        pull, cut, cutter = self._pull, self._cut, self._cutter
+        wanted = [place for piece in reversed(cut.pieces[first:last]) for place in piece.wanted]
+        if not wanted:  # the device has all of it
+            return Fetched(rid=0, boot=b"", lease=0, chunks=[])
+        begin = cut.pieces[first].position * cutter.shapes[0].chunk_tokens
+        return await cutter.client.fetch(
+            self._namespace_id, pull.root, pull.tokens[4 * begin :], pull.keys, limit=cut.end, wanted=wanted,
+            deadline_ms=deadline_ms, tenant=pull.tenant, tokens_from=begin,
+        )  # fmt: skip
 
     def abandon(self) -> None:
         """Nobody waits any more for what is under way."""
@@ -220,6 +232,22 @@ class _Back:
         finally:
             if fetched.lease:
                 cutter.release(fetched.lease)
+
+    async def _land_some(self, segment: Segment) -> None:
+        """What has come of a segment that is late, as far as it goes from its end. The next look is later."""
+        self._patience_s = 2 * self._cut.late_s()
+        fetched = await self._fetch(segment.first, segment.last, 0)
+        there = {(chunk.group, chunk.start): chunk for chunk in fetched.chunks}
+        try:
+            for index in range(segment.last - 1, segment.first - 1, -1):
+                if self._copies_of(self._cut.pieces[index], there) is None:
+                    return
+                if not await self._land_piece(index, there):
+                    return
+                segment.last = index
+        finally:
+            if fetched.lease:
+                self._cutter.release(fetched.lease)
 
     def _retain(self, fetched: Fetched) -> None:
         if self._pull.retain_s > 0 and fetched.chunks:
@@ -259,11 +287,6 @@ class _Back:
         return copies
 
 
-async def _nothing() -> Fetched:
-    """The answer where the device has all of a segment."""
-    return Fetched(rid=0, boot=b"", lease=0, chunks=[])
-
-
 def _with_blocks(copies: Sequence[Copy], blocks: Sequence[Sequence[int]]) -> list[Copy]:
     """The same copies, each with its share of its group's blocks, in their order."""
     left = [list(some) for some in blocks]
@@ -277,8 +300,10 @@ def _with_blocks(copies: Sequence[Copy], blocks: Sequence[Sequence[int]]) -> lis
 
 
 def _names(piece: Piece, copies: Sequence[Copy]) -> dict[int, str]:
-    """Where each unit of a piece came from: a unit that a tier had to bring in any group is that tier's."""
+    """Where each unit of a piece came from: a unit that a tier had to bring in any group is that tier's, also if it had
+    been brought when it was looked at."""
     names = dict.fromkeys(range(piece.start // MATCH_UNIT, piece.end // MATCH_UNIT), DEVICE)
+    brought = max(piece.loads, key=lambda tier: piece.loads[tier], default=HOST)
     for copy in sorted(copies, key=lambda copy: bool(copy.chunk.promoted)):
-        names.update(dict.fromkeys(copy.units, copy.chunk.promoted or HOST))
+        names.update(dict.fromkeys(copy.units, copy.chunk.promoted or brought))
     return names

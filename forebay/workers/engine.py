@@ -306,7 +306,7 @@ class Engine:
         if request.state is not RequestState.RUNNING:
             return
         holding = self._parts.memory.holdings.holding(request)
-        assert sum(holding.cached.values()) + holding.recomputed == request.computed, (holding.cached, request.computed)
+        assert sum(holding.cached.values()) + holding.recomputed >= request.computed, (holding.cached, request.computed)
         self._parts.counters.add("cut.joined")
         self._parts.counters.add("tokens.computed_though_stored", holding.recomputed)
         self._tell_cached(generation, holding.cached)
@@ -346,7 +346,7 @@ class Engine:
         self._step_began = None
         counters.add("steps")
         counters.add("step.seconds", time.monotonic() - began)
-        if self._parts.transfer is not None and prefilled:
+        if self._parts.transfer is not None:
             _measure(self._parts.transfer.rates.prefill, works, time.monotonic() - began)
         counters.add("tokens.decoded", decoded)
         counters.add("tokens.prefilled", prefilled)
@@ -395,7 +395,7 @@ class Engine:
 
 
 def _measure(rate: PrefillRate, works: Sequence[Work], seconds: float) -> None:
-    """Tell what a step took that fed prompts. Several prompts count as one at their mean position."""
+    """Tell what a step took. Several requests count as one at their mean position."""
     fed = sum(work.count for work in works)
     middle = sum(work.count * (work.start + work.end) for work in works) / (2 * fed)
     rate.step(max(0.0, middle - fed / 2), fed, seconds)

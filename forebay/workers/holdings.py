@@ -15,7 +15,7 @@ from forebay.kvstore.identity import MATCH_UNIT, Chain, GroupGeometry, pack_toke
 from forebay.scheduler.memory import Admission, Growth
 from forebay.scheduler.request import Request
 from forebay.workers.block_pool import NO_BLOCK, GroupPool
-from forebay.workers.cut import MET, Cut
+from forebay.workers.cut import ALONE, MET, Cut
 from forebay.workers.moves import DEVICE, GroupRoom, Pull, Pulled
 from forebay.workers.prefix import DevicePrefix, GroupShape, device_prefix, units_of
 
@@ -254,8 +254,10 @@ class Holdings:
         claimed = holding.cut.claim(request.computed, count)
         if claimed == MET:
             self._join(request, holding, holding.cut)
-            claimed = min(count, request.remaining)
-        return claimed
+        elif claimed == ALONE:
+            holding.recomputed = holding.cut.end - holding.cut.start
+            self._end_cut(request, holding)
+        return claimed if claimed >= 0 else min(count, request.remaining)
 
     def _join(self, request: Request, holding: Holding, cut: Cut) -> None:
         """The ends have met: what was loaded follows what was computed."""
@@ -270,6 +272,9 @@ class Holdings:
         if request.computed < cut.end:
             holding.stored = cut.end
         request.computed = cut.end
+        self._end_cut(request, holding)
+
+    def _end_cut(self, request: Request, holding: Holding) -> None:
         holding.cut, request.cut = None, False
         self._give_back_all(holding, len(request.tokens))
 

@@ -52,17 +52,21 @@ def arrivals(outstanding: Outstanding) -> list[float]:
     return times
 
 
-def meeting_point(front: int, outstanding: Outstanding, compute_s: Callable[[int, int], float]) -> int:
+def meeting_point(
+    front: int, outstanding: Outstanding, compute_s: Callable[[int, int], float], step_s: float = 0.0
+) -> int:
     """The token up to which to compute from `front` on; `front` itself says to wait for what is being loaded.
 
-    It is `landed`, or the start of a piece that isn't behind the front.
+    It is `landed`, or the start of a piece that isn't behind the front. `step_s` is what a step costs by itself: unless
+    all is computed in one go, what follows the prefix takes one more.
     """
     ahead = [piece for piece, start in enumerate(outstanding.starts) if start >= front]
     if not ahead:
         return outstanding.landed
     loads = arrivals(outstanding)
     candidates = [(outstanding.starts[piece], loads[piece]) for piece in ahead] + [(outstanding.landed, 0.0)]
-    times = [max(load_s, compute_s(front, at)) for at, load_s in candidates]
+    times = [max(load_s, compute_s(front, at)) + step_s for at, load_s in candidates]
+    times[-1] -= step_s
     best = min(range(len(times)), key=times.__getitem__)
     all_loaded, all_computed = times[0], times[-1]
     either = min(all_loaded, all_computed)

@@ -12,31 +12,34 @@ from dataclasses import dataclass
 PREFILL_S_GUESS = 1e-3
 """Seconds a token, until a step has been measured."""
 
-STEP_TOKENS_MIN = 16
-"""Steps of fewer prompt tokens say more about what a step costs than about what a token does."""
+SMALL_STEP = 16
+"""Steps of fewer tokens say what a step costs, others what a token does."""
 
 KEPT = 0.9
 """How much of the past each new step leaves."""
 
-LOAD_MEMORY_S = 4.0
-"""Bandwidth is that of the last so many seconds in which a tier was loading."""
+LOADS_KEPT = 0.5
+"""How much of the past each new arrival leaves: a tier that has become faster, or slower, is soon taken at that."""
 
 TIERS_MAX = 64
 """Tiers that are told apart; their names come from outside."""
 
 
 class PrefillRate:
-    """Seconds a token as a line over its position: attention makes later tokens dearer. Fitted to the last steps."""
+    """What a step costs however little it feeds, and seconds a token as a line over its position: attention makes later
+    tokens dearer. Fitted to the last steps."""
 
     def __init__(self) -> None:
         self.samples = 0
+        self.step_s = 0.0
         self._sums = [0.0] * 5
 
     def step(self, start: float, tokens: int, seconds: float) -> None:
-        """A step fed `tokens` prompt tokens in all, from position `start` on (a mean, if of several prompts)."""
-        if tokens < STEP_TOKENS_MIN:
+        """A step fed `tokens` tokens in all, from position `start` on (a mean, if of several requests)."""
+        if tokens < SMALL_STEP:
+            self.step_s = seconds if self.step_s == 0.0 else KEPT * self.step_s + (1 - KEPT) * seconds
             return
-        x, y, w = start + tokens / 2, seconds / tokens, float(tokens)
+        x, y, w = start + tokens / 2, max(seconds - self.step_s, 0.1 * seconds) / tokens, float(tokens)
         news = (w, w * x, w * y, w * x * x, w * x * y)
         self._sums = [KEPT * old + new for old, new in zip(self._sums, news, strict=True)]
         self.samples += 1
@@ -54,21 +57,22 @@ class PrefillRate:
         return y - slope * x, slope
 
     def seconds(self, begin: int, end: int) -> float:
-        """What computing the tokens [begin, end) of one prompt takes."""
+        """What computing the tokens [begin, end) of one prompt takes, in one step."""
+        if end <= begin:
+            return 0.0
         level, slope = self.line()
-        return max(0, end - begin) * (level + slope * (begin + end) / 2)
+        return self.step_s + (end - begin) * (level + slope * (begin + end) / 2)
 
 
 @dataclass(slots=True)
 class _Link:
-    """One tier's bytes and the seconds that they took, of late; `open` loads are under way, `since` when that was last
-    looked at, `told` when something was last learnt."""
+    """One tier's bytes and the seconds that they took, of late; `open` loads are under way, `since` when one last
+    ended, or the first began."""
 
     bytes: float = 0.0
     seconds: float = 0.0
     open: int = 0
     since: float = 0.0
-    told: float = float("-inf")
 
 
 class LoadRates:
@@ -99,20 +103,18 @@ class LoadRates:
                 continue
             link.open -= 1
             took, link.since = max(now - link.since, 1e-6), now
-            kept = max(0.0, 1 - took / LOAD_MEMORY_S)
-            link.bytes = kept * link.bytes + (size if arrived else 0)
-            link.seconds = kept * link.seconds + took
-            link.told = now
+            link.bytes = LOADS_KEPT * link.bytes + (size if arrived else 0)
+            link.seconds = LOADS_KEPT * link.seconds + took
 
     def bandwidth(self, tier: str) -> float | None:
         """Bytes a second; None if nothing is known."""
         link = self._links.get(tier)
         return None if link is None or link.seconds == 0.0 else max(link.bytes, 1.0) / link.seconds
 
-    def age(self, tier: str) -> float:
-        """Seconds since something was learnt of this tier."""
+    def idle(self, tier: str) -> bool:
+        """Is nothing being loaded from this tier?"""
         link = self._links.get(tier)
-        return float("inf") if link is None else self._clock() - link.told
+        return link is None or link.open == 0
 
     def values(self) -> dict[str, float]:
         """Bandwidth by tier."""
@@ -130,5 +132,8 @@ class Rates:
     def gauges(self) -> dict[str, float]:
         """For people: tokens a second at the beginning of a prompt, and bytes a second of each tier."""
         level, slope = self.prefill.line()
-        values = {"rates.prefill.tokens_per_s": 1 / (level + slope * 256) if self.prefill.samples else 0.0}
+        values = {
+            "rates.prefill.tokens_per_s": 1 / (level + slope * 256) if self.prefill.samples else 0.0,
+            "rates.step_s": self.prefill.step_s,
+        }
         return values | {f"rates.{tier}.bytes_per_s": rate for tier, rate in self.loads.values().items()}

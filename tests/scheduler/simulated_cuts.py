@@ -26,7 +26,7 @@ def whims(chance: random.Random) -> Any:
     """Rates that are something else whenever they are asked for."""
     return SimpleNamespace(
         prefill=SimpleNamespace(
-            samples=1, seconds=lambda begin, end: chance.random() * max(0, end - begin)
+            samples=1, step_s=0.0, seconds=lambda begin, end: chance.random() * max(0, end - begin)
         ),
         loads=SimpleNamespace(bandwidth=lambda tier: chance.choice([None, chance.uniform(0.1, 100.0)])),
     )

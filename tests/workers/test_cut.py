@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forebay.kvstore.protocol import Place
-from forebay.workers.cut import MET, Cut
+from forebay.workers.cut import ALONE, MET, Cut
 from forebay.workers.moves import GroupRoom
 from forebay.workers.pieces import Piece, plan_pieces
 from forebay.workers.prefix import GroupShape
@@ -23,8 +23,11 @@ SIZE = 32
 
 def rates(compute_s: float = 1.0, bandwidth: float | None = 1.0, samples: int = 1) -> Any:
     """Seconds a token to compute, bytes a second to load."""
+    def seconds(begin: int, end: int) -> float:
+        return compute_s * max(0, end - begin)
+
     return SimpleNamespace(
-        prefill=SimpleNamespace(samples=samples, seconds=lambda begin, end: compute_s * max(0, end - begin)),
+        prefill=SimpleNamespace(samples=samples, step_s=0.0, seconds=seconds),
         loads=SimpleNamespace(bandwidth=lambda tier: bandwidth),
     )
 
@@ -71,13 +74,17 @@ def test_whatever_either_end_does_nothing_is_claimed_twice_and_nothing_left_out(
                 claimed = cut.claim(front, chance.randrange(1, 100))
                 if claimed == MET:
                     break
+                if claimed == ALONE:
+                    claimed = cut.end - front
                 assert claimed >= 0 and (taken is None or front + claimed <= cut.pieces[cut.next - 1].start)
                 used += cut.spend(0, -(-(front + claimed) // 16) - -(-front // 16))
                 front += claimed
+                if front == cut.end:
+                    break
             elif taken is not None:
                 cut.landed(cut.next - 1, taken, {})
                 taken = None
-            elif not cut.over and cut.next:
+            elif not cut.over and cut.next > 0:
                 taken = cut.take(cut.next - 1)
                 if taken is None:
                     cut.finish()
@@ -95,8 +102,13 @@ def test_the_front_computes_what_was_asked_for_and_has_not_come() -> None:
     front = 0
     while (claimed := cut.claim(front, SIZE)) > 0:
         front += claimed
-    assert front == 8 * SIZE and claimed == MET
-    assert cut.take(7) is None, "what comes too late isn't taken"
+    assert front == 7 * SIZE and claimed == ALONE, "the last step goes beyond the prefix"
+    assert cut.over and cut.take(7) is None, "what comes too late isn't taken"
+
+
+def test_a_prefix_that_one_step_computes_best_is_computed_in_one_with_what_follows() -> None:
+    cut = table(said=rates(compute_s=0.01, bandwidth=0.001))
+    assert cut.claim(0, 1000) == ALONE and cut.over
 
 
 def test_while_a_piece_is_copied_the_front_keeps_off_it_and_then_goes_on() -> None:
@@ -107,8 +119,7 @@ def test_while_a_piece_is_copied_the_front_keeps_off_it_and_then_goes_on() -> No
     assert cut.claim(SIZE, 1000) == 0 and cut.parked and not cut.wakes()
     cut.failed(blocks)
     assert cut.wakes() and not cut.wakes(), "once"
-    assert cut.claim(SIZE, 1000) == SIZE
-    assert cut.claim(2 * SIZE, 1000) == MET
+    assert cut.claim(SIZE, 1000) == ALONE
 
 
 def test_a_front_that_waits_goes_on_when_nothing_more_comes() -> None:
@@ -116,7 +127,8 @@ def test_a_front_that_waits_goes_on_when_nothing_more_comes() -> None:
     assert cut.claim(0, 1000) == 0
     assert not cut.wakes()
     cut.finish()
-    assert cut.claim(0, 1000) == 8 * SIZE
+    assert cut.claim(0, 100) == 100
+    assert cut.claim(100, 1000) == ALONE
 
 
 def test_a_piece_that_the_front_has_begun_is_not_loaded() -> None:
@@ -133,11 +145,6 @@ def test_a_claim_that_could_not_be_computed_yet_is_kept() -> None:
 
 def test_a_worker_of_unknown_speed_computes_one_piece_to_find_out() -> None:
     assert table(said=rates(compute_s=0.01, bandwidth=0.001, samples=0)).claim(0, 1000) == SIZE
-
-
-def test_the_front_takes_half_of_the_way_at_most() -> None:
-    cut = table(16, said=rates(compute_s=1.0, bandwidth=1.0))
-    assert cut.claim(0, 1000) == 4 * SIZE, "they should meet after 8 pieces"
 
 
 def test_without_blocks_nothing_lands() -> None:

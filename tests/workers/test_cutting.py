@@ -73,6 +73,7 @@ def test_a_tier_that_stalls_midway_leaves_the_rest_to_be_computed(window: int | 
     """What was brought before is used, to the chunk; the answer is the same."""
     store, prompt = FakeStore(), text(2)
     with cold_worker(store, prompt, window=window) as (harness, answer):
+        slow_compute(harness, 0.002)
         store.tier.allowed = allowed
         got = harness.ask(prompt, 6)
         assert got.tokens == answer
@@ -117,7 +118,7 @@ def test_a_damaged_chunk_is_reported_and_computed() -> None:
 
 def test_both_ends_work_at_once_and_meet() -> None:
     """A tier about as fast as the worker: a part is computed, a part is loaded, and together they are the prefix."""
-    store, prompt = FakeStore(), text(6, 1200)
+    store, prompt = FakeStore(), text(6, 600)
     with cold_worker(store, prompt) as (harness, answer):
         store.tier.seconds = 0.02
         got = harness.ask(prompt, 6)

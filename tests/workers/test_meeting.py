@@ -96,10 +96,21 @@ def test_no_position_costs_less_than_nothing() -> None:
     assert rate.seconds(0, 512) > 0.0
 
 
-def test_a_step_of_a_few_tokens_says_nothing() -> None:
+def test_a_step_of_a_few_tokens_says_what_a_step_costs() -> None:
     rate = PrefillRate()
-    rate.step(0, 1, 10.0)
-    assert rate.samples == 0
+    for _ in range(60):
+        rate.step(100, 1, 0.05)
+    assert rate.samples == 0 and rate.step_s == pytest.approx(0.05)
+    rate.step(0, 500, 0.55)
+    assert rate.seconds(0, 500) == pytest.approx(0.55) and rate.seconds(0, 250) == pytest.approx(0.30)
+    assert rate.seconds(7, 7) == 0.0
+
+
+def test_a_step_more_is_not_taken_for_nothing() -> None:
+    """A little loading would save less than the step that it takes to go on behind it."""
+    told = outstanding([0.9] * 2)
+    assert meeting_point(0, told, at(SIZE)) == SIZE
+    assert meeting_point(0, told, at(SIZE), step_s=1.5) == 2 * SIZE
 
 
 class Clock:
@@ -113,15 +124,16 @@ class Clock:
 def test_bandwidth_is_measured_while_something_is_loading_and_over_all_that_is() -> None:
     clock = Clock()
     rates = LoadRates(clock)
-    assert rates.bandwidth("fs") is None and rates.age("fs") == float("inf")
+    assert rates.bandwidth("fs") is None and rates.idle("fs")
     rates.begin({"fs": 100})
     rates.begin({"fs": 300})
     for size in (100, 300):
         clock.now += 1.0
+        assert not rates.idle("fs")
         rates.end({"fs": size}, arrived=True)
     clock.now += 50.0
     assert rates.bandwidth("fs") == pytest.approx(200, rel=0.3), "the pause doesn't count"
-    assert rates.age("fs") == 50.0
+    assert rates.idle("fs")
     assert rates.values() == {"fs": rates.bandwidth("fs")}
 
 
@@ -132,7 +144,17 @@ def test_what_never_comes_makes_a_tier_slow() -> None:
         rates.begin({"fs": 1000})
         clock.now += 1.0
         rates.end({"fs": 1000}, arrived=arrived)
-    assert rates.bandwidth("fs") == pytest.approx(500, rel=0.3)
+    assert rates.bandwidth("fs") == pytest.approx(500 / 1.5)
+
+
+def test_a_tier_that_has_become_faster_is_soon_taken_at_that() -> None:
+    clock = Clock()
+    rates = LoadRates(clock)
+    for seconds in [10.0] * 5 + [0.1] * 8:
+        rates.begin({"fs": 1000})
+        clock.now += seconds
+        rates.end({"fs": 1000}, arrived=True)
+    assert rates.bandwidth("fs") == pytest.approx(10_000, rel=0.5)
 
 
 def test_there_is_a_cap_on_tiers() -> None:

@@ -1,0 +1,142 @@
+"""Single places of a prompt: how far tiers would reach, and bringing what is wanted in the order in which it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from forebay.errors import RequestRefused
+from forebay.kvstore.client import StoreClient
+from forebay.kvstore.protocol import ChunkRead, Fetched, Surveyed
+from tests.kvstore.running import payload_of, prompt_of
+from tests.kvstore.support import CHUNK, namespace
+from tests.kvstore.test_daemon_tiers import CHUNKS, TOKENS, TierStore, fs
+
+SPEC = namespace()
+FULL, WINDOW = 0, 1
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> TierStore:
+    """A store that had four chunk positions of two groups, which are in its tier now."""
+    made = TierStore(tmp_path_factory.mktemp("places"))
+    made.start(fs(made.config.parent, "disk"))
+    made.fill(TOKENS)
+    made.until(lambda v: v["tier.disk.chunks"] == CHUNKS)
+    made.forget()
+    return made
+
+
+@pytest.fixture
+def store(filled: TierStore) -> Iterator[TierStore]:
+    """The same, with nothing in memory."""
+    filled.start(fs(filled.config.parent, "disk"))
+    yield filled
+    filled.forget()
+
+
+def survey(store: TierStore, tokens: list[int] = TOKENS) -> Surveyed:
+    prompt = prompt_of(SPEC, tokens)
+    with StoreClient(store.address) as client:
+        client.register(SPEC)
+        return client.survey(
+            SPEC.id, prompt.root, prompt.tokens, prompt.keys, limit=len(tokens), deadline_ms=5000
+        )
+
+
+def fetch(
+    client: StoreClient, wanted: list[tuple[int, int]], tokens: list[int] = TOKENS, deadline_ms: int = 5000,
+    tokens_from: int = 0,
+) -> Fetched:  # fmt: skip
+    prompt = prompt_of(SPEC, tokens)
+    return client.fetch(
+        SPEC.id, prompt.root, prompt.tokens[4 * tokens_from :], prompt.keys, limit=len(tokens), wanted=wanted,
+        deadline_ms=deadline_ms, tokens_from=tokens_from,
+    )  # fmt: skip
+
+
+@contextmanager
+def connected(store: TierStore) -> Iterator[StoreClient]:
+    with StoreClient(store.address) as client:
+        client.register(SPEC)
+        yield client
+
+
+def places(chunks: list[ChunkRead]) -> list[tuple[int, int]]:
+    return sorted((chunk.group, chunk.start // CHUNK) for chunk in chunks)
+
+
+def test_a_survey_says_how_far_tiers_reach_and_brings_nothing(store: TierStore) -> None:
+    told = survey(store)
+    assert (told.hit, told.reach) == (0, len(TOKENS))
+    needed = [(FULL, 0), (FULL, 1), (FULL, 2), (FULL, 3), (WINDOW, 2), (WINDOW, 3)]
+    assert sorted((place.group, place.position) for place in told.places) == needed
+    assert all(place.tier == "disk" and place.length > 0 for place in told.places)
+    values = store.until(lambda v: True)
+    assert values.get("tier.disk.promoted", 0) == 0 and values["host.bytes_used"] == 0
+
+
+def test_a_survey_of_a_prompt_that_goes_on_otherwise_ends_where_it_does(store: TierStore) -> None:
+    told = survey(store, [*TOKENS[: 3 * CHUNK - 16], *[9] * 64])
+    assert told.reach == 3 * CHUNK - 16
+    assert max(place.position for place in told.places) == 2
+
+
+def test_a_survey_of_what_memory_has_asks_for_nothing_more(store: TierStore) -> None:
+    store.lookup(TOKENS)
+    told = survey(store)
+    assert (told.hit, told.reach, told.places) == (len(TOKENS), len(TOKENS), [])
+
+
+def test_the_end_of_a_prefix_is_brought_without_its_beginning(store: TierStore) -> None:
+    with connected(store) as client:
+        fetched = fetch(client, [(FULL, 3), (WINDOW, 3)], tokens_from=3 * CHUNK)
+        assert places(fetched.chunks) == [(FULL, 3), (WINDOW, 3)] and fetched.lease and not fetched.pending
+        for chunk in fetched.chunks:
+            assert chunk.promoted == "disk" and chunk.start == 3 * CHUNK
+            assert bytes(client.payload(chunk)) == payload_of(SPEC, chunk.group, chunk.key, chunk.tokens)
+        values = client.stats().values
+        assert values["tier.disk.promoted"] == 2 and values["store.leases"] == 1
+        client.release([fetched.lease])
+    store.until(lambda v: v["store.leases"] == 0)
+
+
+def test_a_place_that_ends_inside_of_a_stored_chunk_is_found(store: TierStore) -> None:
+    prompt = [*TOKENS[: 3 * CHUNK + 16], 9]
+    with connected(store) as client:
+        fetched = fetch(client, [(FULL, 3)], prompt, tokens_from=3 * CHUNK)
+        assert [(chunk.start, chunk.tokens) for chunk in fetched.chunks] == [(3 * CHUNK, CHUNK)]
+
+
+def test_what_memory_has_is_pinned_without_asking_a_tier(store: TierStore) -> None:
+    store.lookup(TOKENS)
+    with connected(store) as client:
+        fetched = fetch(client, [(FULL, 0), (WINDOW, 3)], deadline_ms=0)
+        assert places(fetched.chunks) == [(FULL, 0), (WINDOW, 3)]
+        assert {chunk.promoted for chunk in fetched.chunks} == {""}
+
+
+def test_without_time_nothing_is_brought(store: TierStore) -> None:
+    with connected(store) as client:
+        fetched = fetch(client, [(FULL, 0)], deadline_ms=0)
+        assert (fetched.lease, fetched.chunks) == (0, [])
+
+
+@pytest.mark.parametrize("place", [(2, 0), (-1, 0), (0, 4), (0, 2)])
+def test_a_place_that_the_prompt_does_not_have_or_tell_is_refused(store: TierStore, place: tuple[int, int]) -> None:
+    with connected(store) as client, pytest.raises(RequestRefused, match="is no place of this prompt"):
+        fetch(client, [place], tokens_from=3 * CHUNK)
+
+
+def test_where_one_cannot_be_had_the_later_ones_are_not_brought(store: TierStore) -> None:
+    gone = prompt_of(SPEC, TOKENS).key_at(3 * CHUNK).hex()
+    for path in (store.config.parent / "disk" / "chunks").rglob("*"):
+        if path.is_file() and gone in path.name:
+            path.unlink()
+    with connected(store) as client:
+        wanted = [(FULL, 3), (FULL, 2), (FULL, 1)]
+        fetched = fetch(client, wanted)
+        assert places(fetched.chunks)[-1] == (FULL, 3)
+        assert (FULL, 2) not in places(fetched.chunks)
