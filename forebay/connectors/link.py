@@ -31,8 +31,8 @@ WATCH_S = 0.25
 GRACE_S = 1.0
 """How much longer than the store's own deadline a lookup may take before its store counts as hung."""
 
-REGISTER_S = 5.0
-"""How long a store may take to learn of a namespace before it counts as hung."""
+HUNG_S = 5.0
+"""A store that takes longer than this to answer counts as gone, unless somebody has said otherwise."""
 
 LEASE_MS = 60_000
 """How long a lookup's pins hold, if nobody gives them back."""
@@ -42,7 +42,8 @@ log = logging.getLogger(__name__)
 
 class StoreLink:
     """`name` is the thread's; `group` what processes of one engine have in common. `introduced` is told, on the thread,
-    what the store says of itself, each time that it has been made to know a namespace. Call `start` once, `stop` once.
+    what the store says of itself, each time that it has been made to know a namespace. A store that doesn't answer for
+    `hung_s` counts as gone. Call `start` once, `stop` once.
     """
 
     def __init__(
@@ -52,9 +53,11 @@ class StoreLink:
         name: str,
         group: bytes,
         label: str = "",
+        hung_s: float = HUNG_S,
         introduced: Callable[[bytes, Stats], None] | None = None,
     ) -> None:
-        self.client = AsyncStoreClient(address, kind="worker", group=group)
+        self.client = AsyncStoreClient(address, kind="worker", group=group, timeout_s=hung_s)
+        self.hung_s = hung_s
         self.room_lock = threading.Lock()
         """Held while bytes are written into the pool."""
         self.session = 0
@@ -222,7 +225,7 @@ class StoreLink:
         if namespace is None or namespace.id == self._known:
             return
         try:
-            async with asyncio.timeout(REGISTER_S):
+            async with asyncio.timeout(self.hung_s):
                 self._known = await self.client.register(namespace, self._label)
                 stats = await self.client.stats() if self._introduced is not None else None
         except TimeoutError as error:

@@ -30,11 +30,9 @@ from forebay.kvstore.identity import decode_namespace
 from forebay.kvstore.layout import needed_from, payload_bytes, round_down
 from forebay.kvstore.protocol import ChunkRead, NewChunk, Slot, Written
 
-ANSWER_S = 5.0
-"""A store that takes longer than this to answer a reserve or commit is treated as gone."""
-
-NAMESPACE_S = 0.5
-"""How long a connection may take to come up or learn of a new namespace before what needs it is given up."""
+NAMESPACE_S = 1.0
+"""How long a connection may take to come up or learn of a new namespace, before what the engine waits for is given
+up."""
 
 BATCH_CHUNKS = 256
 """Chunks in one message."""
@@ -142,7 +140,7 @@ class Mover:
             self._link.run(lambda request=request, tail=tail: self._send(request, tail))  # type: ignore[misc]
         if rooms:
             self._batch = batch = Batch(rooms)
-            self._link.run(lambda: self._reserve(batch))
+            self._link.run(lambda: self._reserve(batch, self._link.hung_s))
 
     def refuse(self, orders: Orders) -> None:
         """Answer all of it with: not done."""
@@ -234,9 +232,9 @@ class Mover:
 
     # --- the connection's loop: stores -------------------------------------------------------------------
 
-    async def _reserve(self, batch: Batch) -> None:
+    async def _reserve(self, batch: Batch, patience_s: float) -> None:
         try:
-            await self._link.connected(NAMESPACE_S)
+            await self._link.connected(patience_s)
             if not self._link.boot():
                 self.counters["stores.lost"] += len(batch.rooms)
                 return
@@ -250,7 +248,7 @@ class Mover:
                 reserving = self._link.client.reserve(
                     self._link.namespace_id, span.tenant, chunks, writers=self._writers[rooms[0].group]
                 )
-                reserved = await asyncio.wait_for(reserving, ANSWER_S)
+                reserved = await asyncio.wait_for(reserving, self._link.hung_s)
                 for room, slot in zip(rooms, reserved.slots, strict=True):
                     room.slot, room.session = slot, session
                     self.counters[f"stores.{slot.status}"] += 1
@@ -301,12 +299,12 @@ class Mover:
             if any(room.session != self._link.session for room in rooms):
                 raise StoreUnavailable("the connection that reserved these chunks is gone")
             committing = self._link.client.commit(written[at : at + BATCH_CHUNKS])
-            committed = await asyncio.wait_for(committing, ANSWER_S)
+            committed = await asyncio.wait_for(committing, self._link.hung_s)
             self.counters["stores.committed"] += committed.committed
             last = [room for room in shared if room.reservation in committed.to_hash]
             if last:
                 whole = await loop.run_in_executor(self._threads, self._hash, last)
-                committed = await asyncio.wait_for(self._link.client.commit(whole), ANSWER_S)
+                committed = await asyncio.wait_for(self._link.client.commit(whole), self._link.hung_s)
                 self.counters["stores.committed"] += committed.committed
 
     def _finish(self, rooms: Sequence[Room], whole: bool) -> list[Written]:
@@ -335,7 +333,7 @@ class Mover:
     async def _send(self, request: str, batch: Batch) -> None:
         """Store the tail of a request that has ended."""
         try:
-            await self._reserve(batch)
+            await self._reserve(batch, NAMESPACE_S)
             if any(room.reserved for room in batch.rooms):
                 await asyncio.get_running_loop().run_in_executor(self._threads, self._fill_tails, batch)
         finally:
@@ -377,7 +375,7 @@ class Mover:
         if self._link.boot() != load.boot:
             raise StoreUnavailable("the store has restarted since it promised")
         if any(chunk.extent not in self._link.client.extents for chunk in load.chunks):
-            await asyncio.wait_for(self._link.client.map_extents(), ANSWER_S)
+            await asyncio.wait_for(self._link.client.map_extents(), self._link.hung_s)
         loop = asyncio.get_running_loop()
         starts = [self._start(load, group) for group in range(len(self._copiers))]
         wanted = [(chunk, *span) for chunk in load.chunks if (span := _wanted(load, chunk, starts)) is not None]

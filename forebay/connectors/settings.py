@@ -17,11 +17,12 @@ SECRET_BYTES_MIN = 16
 class Settings:
     """`store` is its address; `chunk_tokens` must be that of whoever shares chunks; `tenant` goes into headers and
     quotas. Salts are derived from the bytes of `salt_file`, if there is one. `lookup_deadline_ms` is how long tiers
-    may take to promote, `load_tokens_min` what is worth a load, `patience_ms` how long a scheduling step may wait
-    for an answer from memory in all, `store_wait_ms` how long a step waits for room that it asked for before its
-    forward. `queue_bytes` caps what waits to be hashed and committed, `requests_max` the requests that are followed
-    at once. `cache_dir` keeps fingerprints of weights. With `events` the engine tells the store's events about this
-    model as well, for routers that hear only engines.
+    may take to promote, `hung_ms` how long the store may take to answer before it counts as gone, `load_tokens_min`
+    what is worth a load, `patience_ms` how long a scheduling step may wait for an answer from memory in all,
+    `store_wait_ms` how long a step waits for room that it asked for before its forward. `queue_bytes` caps what waits
+    to be hashed and committed, `requests_max` the requests that are followed at once. `cache_dir` keeps fingerprints
+    of weights. With `events` the engine tells the store's events about this model as well, for routers that hear only
+    engines.
     """
 
     store: str
@@ -32,6 +33,7 @@ class Settings:
     cache_dir: str = ""
     events: bool = False
     lookup_deadline_ms: int = 2000
+    hung_ms: int = 5000
     load_tokens_min: int = 32
     patience_ms: float = 2.0
     store_wait_ms: float = 2.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -308,6 +309,36 @@ def test_tails_are_read_behind_what_the_engines_own_thread_has_started(
     assert seen[0][1] == threading.get_ident() != seen[1][1]
 
 
+def test_a_failed_load_is_not_reported_while_a_part_of_it_still_writes(
+    cluster: Cluster, ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine gives the blocks to others as soon as it hears of it."""
+    one = rank(cluster, ranks)
+    fill(one.engine, range(2 * CHUNK))
+    one.step(one.orders(spans=[one.span("w", 0, CHUNK), one.span("w", CHUNK, 2 * CHUNK)]))
+    one.settled()
+    answer = one.ask()
+    assert answer is not None and len(answer.chunks) == 2
+    writing, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def loading(payload: memoryview, start: int, *rest: object) -> None:
+        if start == 0:
+            assert writing.wait(30)
+            raise LookupError("no block")
+        writing.set()
+        go_on.wait(30)
+        ended.set()
+
+    monkeypatch.setattr(one.engine.copier, "load", loading)
+    one.step(one.orders(loads=[one.load(answer)]))
+    assert writing.wait(30)
+    time.sleep(0.1)  # the other half fails meanwhile
+    early = one.mover.take_done()
+    go_on.set()
+    assert early == Done(set(), set(), set())
+    assert one.done().failed == {"r"} and ended.is_set()
+
+
 def test_a_load_into_a_hole_fails_and_is_reported(cluster: Cluster, ranks: list[Rank]) -> None:
     one = rank(cluster, ranks)
     fill(one.engine, range(CHUNK))
@@ -432,11 +463,9 @@ def test_what_a_slow_store_has_no_place_for_yet_is_copied_aside_and_stored_later
     assert cluster.store_values()["host.reserved_bytes"] == 0
 
 
-def test_a_store_that_hangs_for_good_is_given_up_and_comes_back(
-    cluster: Cluster, ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("forebay.connectors.moving.ANSWER_S", 0.2)
+def test_a_store_that_hangs_for_good_is_given_up_and_comes_back(cluster: Cluster, ranks: list[Rank]) -> None:
     one = rank(cluster, ranks)
+    one.link.hung_s = 0.2
     fill(one.engine, range(CHUNK))
     pid = cluster.processes["store"].pid
     os.kill(pid, signal.SIGSTOP)
@@ -448,7 +477,7 @@ def test_a_store_that_hangs_for_good_is_given_up_and_comes_back(
     finally:
         os.kill(pid, signal.SIGCONT)
     wait_for("a new connection", one.link.boot, 30)
-    monkeypatch.setattr("forebay.connectors.moving.ANSWER_S", 30)
+    one.link.hung_s = 30
     one.step(one.orders(spans=[one.span("w", 0, CHUNK)]))
     one.settled()
     answer = one.ask()
@@ -456,10 +485,10 @@ def test_a_store_that_hangs_for_good_is_given_up_and_comes_back(
 
 
 def test_a_store_that_hangs_before_it_knows_a_namespace_is_given_up_and_comes_back(
-    cluster: Cluster, ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, ranks: list[Rank]
 ) -> None:
-    monkeypatch.setattr("forebay.connectors.link.REGISTER_S", 0.2)
     one = rank(cluster, ranks)
+    one.link.hung_s = 0.2
     pid = cluster.processes["store"].pid
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -468,7 +497,7 @@ def test_a_store_that_hangs_before_it_knows_a_namespace_is_given_up_and_comes_ba
         assert not one.link.boot()
     finally:
         os.kill(pid, signal.SIGCONT)
-    monkeypatch.setattr("forebay.connectors.link.REGISTER_S", 30)
+    one.link.hung_s = 30
     wait_for("a new connection", one.link.boot, 30)
 
 

@@ -146,6 +146,28 @@ def test_a_miss_is_not_asked_again_until_it_is_old() -> None:
     assert track.matched("r", 0, impatient) is None and len(store.questions) == 2
 
 
+@pytest.mark.parametrize(("tokens", "limit"), [(96, 80), (97, 96), (112, 96)])
+def test_one_token_is_left_to_compute(tokens: int, limit: int) -> None:
+    store = Store()
+    track = tracker(store)
+    added(track, tokens)
+    assert track.matched("r", 0, impatient) is None and store.questions[0].prefix.limit == limit
+
+
+def test_a_request_that_was_preempted_is_asked_about_anew_with_its_answer() -> None:
+    store = Store()
+    track = tracker(store)
+    request = added(track, 60)
+    track.matched("r", 0, lambda question: store.answer(question, 48) and None)
+    track.allocated("r", tables(48), 48)
+    track.received(["r"], [])
+    request.num_computed_tokens = 48
+    track.step("r", 12, lambda: tables(60))
+    request.all_token_ids += range(60)
+    assert track.matched("r", 0, impatient) is None
+    assert [question.prefix.limit for question in store.questions] == [48, 112]
+
+
 def test_what_the_device_has_all_of_is_not_asked_for() -> None:
     store = Store()
     track = tracker(store)
@@ -379,6 +401,15 @@ def test_the_tail_is_stored_at_the_end_and_keeps_its_blocks_until_it_is_sent() -
     assert (tail.start, tail.end) == (32, 48) and track.gauges()["requests.tails"] == 1
     track.sent(["r"])
     assert track.gauges()["requests.tails"] == 0
+
+
+def test_a_tail_ends_before_a_token_that_may_not_be_computed_yet() -> None:
+    """An engine that schedules ahead counts what is under way as computed."""
+    track = tracker(Store())
+    request = added(track, 48)
+    request.num_computed_tokens = 50
+    assert track.finished("r", tables(48))
+    assert [tail.end for tail in track.take_orders().tails] == [32]
 
 
 def test_what_was_offered_a_moment_ago_is_not_offered_again_unless_the_store_is_another() -> None:

@@ -15,6 +15,10 @@ from tests.vllm.servers import Engine, running
 EXECUTABLE = Path(os.environ.get("FOREBAY_VLLM", Path(__file__).resolve().parents[2] / ".venv-vllm" / "bin" / "vllm"))
 
 
+PATIENT = {"lookup_deadline_ms": 60_000, "hung_ms": 120_000}
+"""Where a hit is what is tried, a machine that is busy with other things must not make it a miss."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Without vLLM these tests are skipped, and say so."""
     here = Path(__file__).parent
@@ -39,7 +43,7 @@ def qwen(folder: Path) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def engine(qwen: Cluster) -> Iterator[Engine]:
     """vLLM with that store."""
-    one = server(qwen, "vllm")
+    one = server(qwen, "vllm", settings=PATIENT)
     with running(one):
         yield one
 

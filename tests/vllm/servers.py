@@ -10,17 +10,22 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from forebay.connectors.keys import salt_of
+from forebay.kvstore.client import StoreClient
+from forebay.kvstore.identity import MATCH_UNIT, pack_tokens, root_key
+from forebay.kvstore.protocol import Explained
 from forebay.testing.cluster import Cluster
 
 START_S = 600.0
 STOP_S = 30.0
+HELD_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -190,6 +195,33 @@ def wait(what: str, ready: Any, seconds: float = 60.0) -> Any:
             return answer
         time.sleep(0.05)
     raise AssertionError(f"{what}: not within {seconds:.0f} s")
+
+
+def namespaces(client: StoreClient) -> set[bytes]:
+    """Ids of those that the store knows."""
+    return {bytes.fromhex(row["id"]) for row in client.stats().namespaces}
+
+
+def held(
+    cluster: Cluster, prompts: Sequence[Sequence[int]], cache_salt: str | None = None, *, but: Set[bytes] = frozenset()
+) -> None:
+    """Wait until the store's memory has all that can be found of these prompts, in a namespace that is none of `but`:
+    what has been computed isn't there before it has been copied, hashed and committed."""
+    salt = salt_of(b"", "", cache_salt)
+    with StoreClient(cluster.store_address) as client:
+
+        def missing(prompt: Sequence[int]) -> list[Explained]:
+            """Empty if it is there."""
+            limit = (len(prompt) - 1) // MATCH_UNIT * MATCH_UNIT
+            tokens, known = pack_tokens(prompt[:limit]), namespaces(client) - but
+            told = [client.explain(namespace, root_key(namespace, salt), tokens) for namespace in known]
+            return [] if any(one.hit >= limit for one in told) else told or [Explained(0, 0, [])]
+
+        for place, prompt in enumerate(prompts):
+            until = time.monotonic() + HELD_S
+            while told := missing(prompt):
+                assert time.monotonic() < until, f"prompt {place} of {len(prompt)} tokens isn't held: {told}"
+                time.sleep(0.05)
 
 
 def settle(cluster: Cluster, *, tiers: bool = True) -> dict[str, float]:

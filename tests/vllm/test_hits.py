@@ -8,12 +8,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from forebay.kvstore.client import StoreClient
 from forebay.kvstore.geometry import GroupGeometry
 from forebay.testing.cluster import Cluster
 from tests.vllm import models
-from tests.vllm.conftest import _cluster, server
+from tests.vllm.conftest import PATIENT, _cluster, server
 from tests.vllm.prompts import TOLERANCE, Prompt, distance, longest_hit, salted, sharing
-from tests.vllm.servers import Engine, Reply, running, settle, wait
+from tests.vllm.servers import Engine, Reply, held, namespaces, running, settle, wait
 
 
 def cold(engine: Engine, prompts: list[Prompt]) -> list[Reply]:
@@ -64,7 +65,7 @@ def loaded_bytes(engine: Engine) -> float:
 def test_100_prompts_of_qwen3_hit_bit_for_bit(qwen: Cluster, engine: Engine) -> None:
     prompts = sharing(100)
     colds, devices = cold(engine, prompts), from_device(engine, prompts)
-    settle(qwen)
+    held(qwen, prompts)
     bytes_before = loaded_bytes(engine)
     hits = from_store(engine, prompts)
     compare(hits, devices, colds)
@@ -73,16 +74,14 @@ def test_100_prompts_of_qwen3_hit_bit_for_bit(qwen: Cluster, engine: Engine) -> 
     assert wait("all bytes", lambda: loaded_bytes(engine) - bytes_before == expected)
     values = settle(qwen)
     assert (values["host.reserved_bytes"], values["store.leases"]) == (0, 0)
-    metrics = engine.metrics()
-    host = [value for name, value in metrics.items() if "cached_by_source_total" in name and 'source="host"' in name]
-    assert host and host[0] >= sum(longest_hit(prompt) for prompt in prompts)
+    assert by_source(engine, "host") >= sum(longest_hit(prompt) for prompt in prompts)
 
 
 def test_a_salt_never_hits_anothers(qwen: Cluster, engine: Engine) -> None:
     (prompt,) = sharing(1, seed=2)
     for salt in ({"cache_salt": "a"}, {"cache_salt": "b"}, {}):
         assert engine.complete(prompt, **salt).cached_tokens == 0
-    settle(qwen)
+        held(qwen, [prompt], salt.get("cache_salt"))
     for salt in ({"cache_salt": "a"}, {"cache_salt": "b"}, {}):
         engine.forget_device()
         assert engine.complete(prompt, **salt).cached_tokens == longest_hit(prompt)
@@ -93,7 +92,7 @@ def test_a_salt_never_hits_anothers(qwen: Cluster, engine: Engine) -> None:
 def test_answers_are_stored_too_and_the_next_turn_goes_on_from_them(qwen: Cluster, engine: Engine) -> None:
     (prompt,) = sharing(1, seed=3)
     first = engine.complete(prompt, 60)
-    settle(qwen)
+    held(qwen, [[*prompt, *first.token_ids]])
     engine.forget_device()
     turn = [*prompt, *first.token_ids, 7, 8, 9]
     computed = len(prompt) + len(first.token_ids) - 1
@@ -104,7 +103,7 @@ def test_answers_are_stored_too_and_the_next_turn_goes_on_from_them(qwen: Cluste
 def test_a_client_that_goes_away_leaves_no_pin(qwen: Cluster, engine: Engine, after_s: float) -> None:
     (prompt,) = sharing(1, seed=4)
     engine.complete(prompt)
-    settle(qwen)
+    held(qwen, [prompt])
     engine.forget_device()
     body = {"model": "tiny", "prompt": list(prompt), "max_tokens": 1500, "ignore_eos": True}
     with pytest.raises(httpx.TimeoutException):
@@ -119,7 +118,7 @@ def test_chunks_are_shared_with_our_own_worker_both_ways(qwen: Cluster, engine: 
     prompts = sharing(2, seed=5)
     qwen.start_pair("worker", "front")
     theirs = engine.complete(prompts[0])
-    settle(qwen)
+    held(qwen, prompts[:1])
     ours = qwen.complete("front", list(prompts[0]), 4)
     assert ours.cached_tokens == longest_hit(prompts[0]) and theirs.cached_tokens == 0
     assert ours.token_ids[0] == theirs.token_ids[0]
@@ -132,14 +131,45 @@ def test_chunks_are_shared_with_our_own_worker_both_ways(qwen: Cluster, engine: 
         qwen.processes[name].end()
 
 
+def test_what_the_files_alone_have_is_a_hit_and_told_as_the_disks(qwen: Cluster, engine: Engine) -> None:
+    (prompt,) = sharing(1, seed=9)
+    first, again = engine.complete(prompt), engine.complete(prompt)
+    held(qwen, [prompt])
+    settle(qwen)
+    connects = engine.counts()["store.connects"]
+    assert qwen.processes["store"].end() == 0  # a clean end gives the memory back
+    qwen.start_store()
+    wait("the new store", lambda: _connected(engine, connects))
+    before = by_source(engine, "disk")
+    engine.forget_device()
+    found = engine.complete(prompt)
+    assert found.cached_tokens == longest_hit(prompt) and found.logprobs == again.logprobs and first.cached_tokens == 0
+    assert wait("figures", lambda: by_source(engine, "disk") - before) == longest_hit(prompt)
+    assert settle(qwen)["store.leases"] == 0
+
+
+def _connected(engine: Engine, connects: float) -> bool:
+    """vLLM tells its figures when it steps: something short, which isn't stored."""
+    engine.complete([1, 2, 3], 1)
+    return engine.counts()["store.connects"] > connects
+
+
+def by_source(engine: Engine, source: str) -> float:
+    """Prompt tokens that were found there."""
+    metrics = engine.metrics().items()
+    return sum(v for name, v in metrics if "cached_by_source_total" in name and f'source="{source}"' in name)
+
+
 def test_new_weights_miss_whatever_is_stored(qwen: Cluster, engine: Engine) -> None:
     (prompt,) = sharing(1, seed=6)
     engine.complete(prompt)
-    settle(qwen)
+    held(qwen, [prompt])
+    with StoreClient(qwen.store_address) as client:
+        before = namespaces(client)
     url = f"{engine.url}/reset_prefix_cache"
     assert engine.client.post(url, params={"reset_external": "true"}).status_code == 200
     assert engine.complete(prompt).cached_tokens == 0
-    settle(qwen)
+    held(qwen, [prompt], but=before)
     engine.forget_device()
     assert engine.complete(prompt).cached_tokens == longest_hit(prompt), "what the new ones computed"
 
@@ -152,11 +182,11 @@ def gemma(folder: Path) -> Iterator[Cluster]:
 
 
 def test_100_prompts_of_gemma3_with_its_windows_hit_bit_for_bit(gemma: Cluster) -> None:
-    one = server(gemma, "vllm")
+    one = server(gemma, "vllm", settings=PATIENT)
     with running(one):
         prompts = sharing(100, seed=7)
         colds, devices = cold(one, prompts), from_device(one, prompts)
-        settle(gemma)
+        held(gemma, prompts)
         hits = from_store(one, prompts)
         compare(hits, devices, colds)
         settle(gemma)

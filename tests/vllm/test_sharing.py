@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from forebay.kvstore.client import StoreClient
 from forebay.testing.cluster import Cluster
 from tests.vllm import models
-from tests.vllm.conftest import server
+from tests.vllm.conftest import PATIENT, server
 from tests.vllm.prompts import TOLERANCE, Prompt, distance, longest_hit, sharing
-from tests.vllm.servers import Engine, Reply, running, settle
+from tests.vllm.servers import Engine, Reply, held, namespaces, running, settle
 
 
 @pytest.fixture(scope="module")
@@ -25,14 +26,14 @@ def known(qwen: Cluster, engine: Engine, prompts: list[Prompt]) -> list[Reply]:
     for prompt in prompts:
         engine.complete(prompt)
     replies = [engine.complete(prompt) for prompt in prompts]
-    settle(qwen)
+    held(qwen, prompts)
     return replies
 
 
 def test_a_second_server_computes_nothing_that_the_first_one_has(
     qwen: Cluster, prompts: list[Prompt], known: list[Reply]
 ) -> None:
-    other = server(qwen, "second")
+    other = server(qwen, "second", settings=PATIENT)
     with running(other):
         for prompt, reply in zip(prompts, known, strict=True):
             found = other.complete(prompt)
@@ -42,7 +43,7 @@ def test_a_second_server_computes_nothing_that_the_first_one_has(
 
 
 def test_blocks_of_another_size_hit_the_same_chunks(qwen: Cluster, prompts: list[Prompt], known: list[Reply]) -> None:
-    other = server(qwen, "wider", block_size=128)
+    other = server(qwen, "wider", block_size=128, settings=PATIENT)
     with running(other):
         for prompt, reply in zip(prompts, known, strict=True):
             other.forget_device()
@@ -53,10 +54,12 @@ def test_blocks_of_another_size_hit_the_same_chunks(qwen: Cluster, prompts: list
 
 
 def test_another_dtype_misses(qwen: Cluster, prompts: list[Prompt], known: list[Reply]) -> None:
-    other = server(qwen, "narrow", "--dtype", "bfloat16")
+    other = server(qwen, "narrow", "--dtype", "bfloat16", settings=PATIENT)
+    with StoreClient(qwen.store_address) as client:
+        before = namespaces(client)
     with running(other):
         assert other.complete(prompts[0]).cached_tokens == 0
-        settle(qwen)
+        held(qwen, prompts[:1], but=before)
         other.forget_device()
         assert other.complete(prompts[0]).cached_tokens == longest_hit(prompts[0]), "its own it finds"
 

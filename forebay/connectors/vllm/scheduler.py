@@ -86,7 +86,7 @@ class SchedulerSide:
         self._grouping = grouping_of(config, caches)
         self._relay = Relay() if settings.events else None
         self._link = StoreLink(
-            settings.store, name="forebay-lookups", group=group, label=settings.label,
+            settings.store, name="forebay-lookups", group=group, label=settings.label, hung_s=settings.hung_ms / 1000,
             introduced=self._introduced if settings.events else None,
         )  # fmt: skip
         self._tracker: Tracker | None = None

@@ -34,7 +34,9 @@ class WorkerSide:
         self._caches = caches
         self._ranks = config.parallel_config.tensor_parallel_size
         self._grouping = grouping_of(config, caches)
-        self._link = StoreLink(settings.store, name="forebay-transfers", group=group, label=settings.label)
+        self._link = StoreLink(
+            settings.store, name="forebay-transfers", group=group, label=settings.label, hung_s=settings.hung_ms / 1000
+        )
         self._mover: Mover | None = None
         self._orders = Orders()
         self._differences = Differences()
