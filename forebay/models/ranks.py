@@ -64,11 +64,10 @@ def share(total: int, ranks: Ranks) -> range:
 
 @dataclass(frozen=True, slots=True)
 class HeadShare:
-    """A rank's query heads, and the KV heads that they look at. `replicas` ranks hold the same KV heads."""
+    """A rank's query heads, and the KV heads that they look at."""
 
     q: range
     kv: range
-    replicas: int = 1
 
 
 def share_heads(heads: int, kv_heads: int, ranks: Ranks) -> HeadShare:
@@ -76,9 +75,8 @@ def share_heads(heads: int, kv_heads: int, ranks: Ranks) -> HeadShare:
     check_heads(heads, kv_heads, ranks.size)
     if kv_heads >= ranks.size:
         return HeadShare(share(heads, ranks), share(kv_heads, ranks))
-    replicas = ranks.size // kv_heads
-    first = ranks.rank // replicas
-    return HeadShare(share(heads, ranks), range(first, first + 1), replicas)
+    first = ranks.rank // (ranks.size // kv_heads)
+    return HeadShare(share(heads, ranks), range(first, first + 1))
 
 
 def held_group(group: KVGroup, ranks: Ranks) -> KVGroup:
