@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -31,8 +32,8 @@ from forebay.errors import ConfigError
 from forebay.kvstore.geometry import MATCH_UNIT, GroupGeometry
 from forebay.kvstore.layout.ownership import HeadPart
 
-Finish = Callable[[memoryview], None]
-"""Fills a room with what was copied aside."""
+Finish = Callable[[], Callable[[memoryview], None]]
+"""Brings what was copied aside to this side of the bus, which may block; what it returns fills a room with it."""
 
 Packing = Callable[[int], tuple[CellRow, ...]]
 """The rows of a packed cell of so many tokens, of which the cache is contiguous."""
@@ -164,8 +165,8 @@ class GroupCopier:
         Raises as `load`.
 
         The engine may overwrite the cache afterwards. What is returned brings what is aside into a room, on whatever
-        thread, and may block; None: the room is full. Of a room only this rank's heads are touched: other ranks write
-        theirs at any time.
+        thread; None: the room is full. Of a room only this rank's heads are touched: other ranks write theirs at any
+        time.
         """
         bounce = self._bounce
         if bounce is None and room is not None:
@@ -177,10 +178,10 @@ class GroupCopier:
         if bounce is None:
             aside = torch.empty(shape, dtype=self._dtype)
             self._move(aside, start, start, end, tables, into_cache=False, cut=True, own=True)
-            return lambda room: self._put(aside, room)
+            return lambda: partial(self._put, aside)
         with bounce.storing(shape, self._dtype) as staged:
             self._move(staged, start, start, end, tables, into_cache=False, cut=True, own=True)
-        return lambda room: self._put(bounce.fetch(staged), room)
+        return lambda: partial(self._put, bounce.fetch(staged))
 
     def _put(self, aside: Tensor, room: memoryview) -> None:
         """Bring this rank's heads, which are all that `aside` has, to their places."""

@@ -313,10 +313,11 @@ class Mover:
         for room in rooms:
             assert room.slot is not None
             if room.finish is not None:
+                put = room.finish()
                 with self._link.room_lock:
                     if room.session != self._link.session:
                         continue
-                    room.finish(self._link.client.room(room.slot, room.bytes))
+                    put(self._link.client.room(room.slot, room.bytes))
                 room.finish = None
             there.append(room)
         return self._hash(there) if whole else [Written(room.reservation, b"") for room in there]

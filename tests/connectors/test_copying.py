@@ -169,7 +169,7 @@ def stored(
         kept = {name: cache.clone() for name, cache in one.caches.items()}
         for cache in one.caches.values():
             cache.zero_()
-        finish(memoryview(room))
+        finish()(memoryview(room))
         for name, cache in kept.items():
             one.caches[name].copy_(cache)
     return room
