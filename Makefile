@@ -12,7 +12,7 @@ INPUTS := pyproject.toml constraints.txt
 # Other projects' routers, which our events are tested with: an environment of their own.
 CONSUMERS := .venv-consumers
 
-.PHONY: help serve test test-vllm test-consumers lint types clean
+.PHONY: help serve test test-vllm test-consumers test-ray lint types clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -54,6 +54,14 @@ $(CONSUMERS)/.made: Makefile
 
 test-consumers: $(VENV)/.made-test $(CONSUMERS)/.made ## the tests with other projects' routers
 	@FOREBAY_CONSUMERS=$(abspath $(CONSUMERS)) $(BIN)/python -m pytest -q tests/events/consumers tests/consumers
+
+$(VENV)/.made-ray: $(VENV)/.made-test
+	@echo "installing Ray (79 MB, once)"
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	@touch $@
+
+test-ray: $(VENV)/.made-ray ## the tests of `forebay serve --ray`, on a Ray cluster of this machine
+	@RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest -q tests/placing
 
 lint: $(VENV)/.made-test ## style
 	@$(BIN)/ruff check .

@@ -5,6 +5,7 @@ Runs a store, workers and a front end, starts again what dies, and stops all of 
 example:
   forebay serve --demo
   forebay serve ./Qwen3-0.6B --port 8080 --memory 8GiB --fs-quota 100GiB
+  forebay serve ./Qwen3-0.6B --ray auto --ray-hosts 4
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli import tenants, tiers
+from forebay.cli import serve_ray, tenants, tiers
 from forebay.cli.frontend import TOOL_CALL_PARSER
 from forebay.cli.places import cache_dir, runtime_dir
 from forebay.cli.tables import bytes_text
@@ -76,6 +77,7 @@ SETTINGS = (
     tenants.TENANTS,
     tenants.POLICY,
     tenants.ATTENTION,
+    *serve_ray.RAY,
 )
 
 _CURL = """try
@@ -91,6 +93,8 @@ def run(flags: dict[str, Any]) -> int:
     """Serve until stopped."""
     values = resolve("serve", SETTINGS, flags)
     _check(values)
+    if values["ray"] is not None:
+        return serve_ray.run(values, flags, SETTINGS)
     from forebay.workers.supervisor import serve, take_port
 
     # The port first: whoever can't have it should not wait for a model to be converted.

@@ -184,7 +184,8 @@ def test_the_tests_environment_has_every_extra() -> None:
         brought.add(name)
         named = [Requirement(line) for line in extras[name]]
         left += [extra for line in named if line.name == project["name"] for extra in line.extras - brought]
-    assert brought == set(extras)
+    # Ray is tested by `make test-ray` alone: a cluster of it takes minutes to start, end and start again.
+    assert brought == set(extras) - {"ray"}
 
 
 def test_no_exception_is_swallowed_silently() -> None:
