@@ -24,7 +24,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.report import Measure, Report, median, parser
+from benchmarks.report import Measure, Report, median, parser, table
 from benchmarks.serve import interval
 from benchmarks.ttft import Bench, demo_model
 from forebay.kvstore.client import StoreClient
@@ -209,8 +209,9 @@ def run_length(
     even = break_even(arena, length)
     report.add(Measure(f"{length} tokens: break-even", even / 1e6, "MB/s"))
     for factor in times:
+        before = len(report.measures)
         tell(report, measure(arena, length, factor, factor * even, repeats, longest_s))
-        print(f"{length} tokens at {factor:g} x break-even: done", file=sys.stderr, flush=True)
+        print(table(report.measures[before:]), file=sys.stderr, flush=True)  # hours may be between here and the end
 
 
 if __name__ == "__main__":

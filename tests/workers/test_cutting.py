@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from forebay.workers.cutting import ABANDONED_MAX
 from tests.workers.fake_model import VOCAB
 from tests.workers.fake_store import FakeStore
 from tests.workers.fake_tier import TIER
@@ -206,3 +207,14 @@ def test_a_worker_may_be_told_to_load_all_or_to_compute_all(prefixes: str, figur
         assert got.tokens == answer
         assert figures(harness) == figured
         assert harness.stat("cut.begun") == 0
+
+
+def test_while_too_many_answers_are_late_nothing_more_is_cut() -> None:
+    store, prompt = FakeStore(), text(14)
+    with cold_worker(store, prompt) as (harness, answer):
+        late = harness.parts.transfer._puller.cutter.abandoned  # type: ignore[union-attr]
+        late.update(range(ABANDONED_MAX))  # type: ignore[arg-type]
+        assert harness.stat("cut.late_answers") == ABANDONED_MAX
+        assert harness.ask(prompt, 6).tokens == answer
+        assert harness.stat("cut.begun") == 0 and store.tier.brought == []
+        late.clear()
