@@ -14,7 +14,7 @@ from forebay.router.prompts import Prompts
 from forebay.router.settings import StoreStream
 from forebay.router.upstream import Upstream
 from forebay.scheduler.feed import Trust
-from forebay.scheduler.routing import Decision, Routing
+from forebay.scheduler.routing import SESSIONS_MAX, Decision, Routing
 from forebay.workers.api.metrics import TTFT_BUCKETS
 
 
@@ -75,6 +75,8 @@ class _Live(Collector):
             yield CounterMetricFamily(f"forebay_router_belief_{name}", help_text, value=float(getattr(belief, name)))
         yield GaugeMetricFamily("forebay_router_in_flight", "requests", value=float(load.in_flight))
         yield GaugeMetricFamily("forebay_router_in_flight_max", "requests", value=float(load.max_in_flight))
+        yield GaugeMetricFamily("forebay_router_sessions", "remembered", value=float(self._routing.sessions))
+        yield GaugeMetricFamily("forebay_router_sessions_max", "remembered", value=float(SESSIONS_MAX))
         soon = float(self._routing.predicted.blocks)
         yield GaugeMetricFamily("forebay_router_predicted_blocks", "that workers will have soon", value=soon)
 

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from forebay.kvstore.identity import root_key
+from forebay.kvstore.identity import KEY_BYTES, root_key
 from forebay.router.client import BackendFailed, ask
 from forebay.router.questions import Ends, Question, chat_question, completion_question
 from forebay.router.settings import RouterConfig
@@ -167,10 +167,12 @@ class Prompts:
             if status != 200:
                 return None
             told = msgspec.json.decode(data, type=_Namespace)
-            plain = root_key(bytes.fromhex(told.id)).hex()
+            namespace = bytes.fromhex(told.id)
         except (BackendFailed, msgspec.MsgspecError, ValueError):
             return None
-        return 0 if told.root == plain else extra_of([f"salt:{told.root[:16]}"])
+        if len(namespace) != KEY_BYTES:
+            return None
+        return 0 if told.root == root_key(namespace).hex() else extra_of([f"salt:{told.root[:16]}"])
 
     async def _post(self, upstream: Upstream, path: str, data: bytes, headers: Mapping[str, str]) -> bytes | None:
         backend = upstream.backend

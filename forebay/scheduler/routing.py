@@ -121,6 +121,11 @@ class Routing:
     reasons: dict[str, int] = field(default_factory=dict)
     _sessions: OrderedDict[str, int] = field(default_factory=OrderedDict)
 
+    @property
+    def sessions(self) -> int:
+        """Sessions whose last worker is remembered, at most SESSIONS_MAX."""
+        return len(self._sessions)
+
     @classmethod
     def of(
         cls, fleet: Fleet, index: PrefixIndex, policy: Policy, *, predict_s: float = 5.0, max_in_flight: int = 1 << 16

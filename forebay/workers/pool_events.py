@@ -32,9 +32,9 @@ class PoolEvents:
 
     def __init__(
         self, endpoint: str | None, replay: str | None, epoch: str, topic: str, clock: Callable[[], float] = time.time,
-        keys: Path | None = None,
+        keys: Path | None = None, held_max: int = HELD_MAX,
     ) -> None:  # fmt: skip
-        self.group = 0
+        self.group, self.held_max, self._untold = 0, held_max, 0
         self._epoch, self._clock = epoch, clock
         self._pending: list[KVEvent] = []
         self._held: dict[bytes, BlockStored] = {}
@@ -94,10 +94,12 @@ class PoolEvents:
         self._ticker = loop.create_task(self._tick(self._publisher))
 
     def stats(self) -> dict[str, float]:
-        """The publisher's counters and gauges."""
+        """The publisher's counters and gauges, and the units that snapshots have (`untold`: that they lack)."""
         if self._publisher is None:
             return {}
-        return {f"events.{name}": float(value) for name, value in asdict(self._publisher.stats()).items()}
+        values = {f"events.{name}": float(value) for name, value in asdict(self._publisher.stats()).items()}
+        mine = {"held": len(self._held), "held_max": self.held_max, "untold": self._untold}
+        return values | {f"events.{name}": float(value) for name, value in mine.items()}
 
     def close(self) -> None:
         """Close the sockets."""
@@ -121,7 +123,10 @@ class PoolEvents:
             for key in event.block_hashes:
                 assert isinstance(key, bytes)
                 self._held.pop(key, None)
-        elif isinstance(event, BlockStored) and len(self._held) + len(event.block_hashes) <= HELD_MAX:
+        elif isinstance(event, BlockStored):
+            if len(self._held) + len(event.block_hashes) > self.held_max:
+                self._untold += len(event.block_hashes)
+                return
             parent = event.parent_block_hash
             for index, key in enumerate(event.block_hashes):
                 assert isinstance(key, bytes)

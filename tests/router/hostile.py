@@ -52,6 +52,7 @@ class Hostile:
     healthy: bool = True
     hold: asyncio.Event | None = None
     odd: int = 0
+    namespace: str = "00" * 32
 
     @asynccontextmanager
     async def served(self, name: str) -> AsyncIterator[Backend]:
@@ -76,7 +77,7 @@ class Hostile:
         elif path == "/v1/models":
             _say(writer, 200, b'{"data": [{"id": "m"}]}')
         elif path.startswith("/forebay/namespace"):
-            _say(writer, 200, b"{}")
+            _say(writer, 200, json.dumps({"id": self.namespace, "root": "11" * 32}).encode())
         elif path == "/v1/completions":
             self.asked.append(json.loads(data))
             await self._complete(self.asked[-1], self.script.pop(0) if self.script else "fine", writer)

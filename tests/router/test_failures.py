@@ -232,6 +232,29 @@ def test_a_worker_that_cannot_be_looked_at_is_down_and_the_others_are_looked_at(
     assert "w0 can't be looked at" in caplog.text
 
 
+def test_what_is_remembered_of_a_session_and_a_salt_is_of_bounded_size_however_long_they_are() -> None:
+    async def story() -> None:
+        async with routed(Hostile()) as router:
+            salted, session = body(cache_salt="s" * 10_000), {"x-session-id": "i" * 10_000}
+            call = await router.proxy.call("/v1/completions", salted, session)
+            assert call.asked.prompt.session is not None and len(call.asked.prompt.session) == 32
+            other = await router.proxy.call("/v1/completions", body(), {"x-session-id": "i" * 9_999})
+            assert other.asked.prompt.session != call.asked.prompt.session
+            assert all(len(part) == 32 for name in router.prompts._salts for part in name)
+            assert len(router.prompts._salts) == 2 and router.proxy.routing.sessions == 0
+
+    run(story())
+
+
+@pytest.mark.parametrize("odd", ["", "00" * 16, "xy" * 32])
+def test_a_namespace_that_cannot_be_one_is_as_good_as_none(odd: str) -> None:
+    async def story() -> None:
+        async with routed(Hostile(namespace=odd)) as router:
+            assert await streamed(router) == [*SAID, "[DONE]"] and not router.prompts._salts
+
+    run(story())
+
+
 def test_a_name_that_is_none_is_a_worker_that_cannot_be_reached() -> None:
     for host in ("a..b", "x" * 80):
         with pytest.raises(BackendFailed, match="can't be reached"):

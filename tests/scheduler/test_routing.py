@@ -258,6 +258,14 @@ def test_a_session_decides_between_equals_and_nothing_else() -> None:
     assert world.send(prompt(3, 200, session="a"), 20.0) == 1
 
 
+def test_remembered_sessions_are_bounded_and_the_last_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forebay.scheduler.routing.SESSIONS_MAX", 3)
+    world = World(8)
+    sent = [world.send(prompt(number, session=f"s{number}"), 30.0 * number) for number in range(5)]
+    assert world.routing.sessions == 3
+    assert [world.routing._sessions.get(f"s{number}") for number in range(5)] == [None, None, *sent[2:]]
+
+
 def test_an_adapter_and_a_salt_find_nothing_of_the_plain_prompt() -> None:
     world, plain = World(2), prompt()
     world.hold("w0", Tier.DEVICE, plain, 64)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import zmq
 
 from forebay.events.codec import decode_batch
-from forebay.events.publisher import restart_safe_seq
+from forebay.events.publisher import SNAPSHOT_REQUEST, restart_safe_seq
 from forebay.events.schema import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, low64
 from forebay.workers.pool_events import PoolEvents
 
@@ -100,3 +100,30 @@ def test_without_an_endpoint_nothing_is_kept() -> None:
     events.stored(0, None, KEYS[:1], list(range(16)))
     events.flush()
     assert events.stats() == {} and events.endpoint is None
+
+
+def test_the_mirror_for_snapshots_is_bounded_and_what_it_lacks_is_counted() -> None:
+    async def run() -> tuple[dict[str, float], list[KVEvent]]:
+        events = PoolEvents(
+            "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", "ab" * 8, "model", lambda: START_S, held_max=2
+        )  # fmt: skip
+        events.attach(asyncio.get_running_loop())
+        events.stored(0, None, KEYS[:2], list(range(32)))
+        events.stored(0, KEYS[1], KEYS[2:4], list(range(32)))
+        events.flush()
+        await asyncio.sleep(0)
+        full = events.stats()
+        told = await asyncio.to_thread(replayed, events, SNAPSHOT_REQUEST)
+        for key in KEYS:
+            events.removed(0, key)
+        events.flush()
+        await asyncio.sleep(0)
+        assert events.stats()["events.held"] == 0
+        events.close()
+        return full, told
+
+    full, told = asyncio.run(run())
+    assert (full["events.held"], full["events.held_max"], full["events.untold"]) == (2, 2, 2)
+    assert [hash_ for event in told if isinstance(event, BlockStored) for hash_ in event.block_hashes] == [
+        low64(key) for key in KEYS[:2]
+    ]
