@@ -19,7 +19,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request
 
 from forebay.connectors.settings import Settings
-from forebay.connectors.vllm import model, scheduler
+from forebay.connectors.vllm import model, scheduler, worker
 from forebay.connectors.vllm.metrics import Differences, ForebayStats
 from forebay.kvstore.geometry import GroupGeometry
 from forebay.kvstore.identity import Namespace
@@ -86,6 +86,22 @@ def reset_before_weights_are_known() -> bool:
     return epoch != NAMESPACE.epoch
 
 
+def writers() -> dict[str, list[Any]]:
+    """How many ranks write a chunk together, and which of them."""
+    geometries = {
+        "full": GroupGeometry("full", "full", (0,), 2, 32, "float32"),
+        "latent": GroupGeometry("latent", "latent", (0,), 1, 32, "float32"),
+    }
+    return {
+        f"{name} {ranks}": [
+            ranks // worker._replicas(geometry, ranks),
+            [worker._heads(geometry, rank, ranks).replica == 0 for rank in range(ranks)],
+        ]
+        for name, geometry in geometries.items()
+        for ranks in (1, 2, 4)
+    }
+
+
 def figures() -> list[bool]:
     """Is a gauge told when it has changed, though nothing was counted?"""
     differences = Differences()
@@ -99,5 +115,6 @@ if __name__ == "__main__":
         "positions": positions(Path(sys.argv[1])),
         "reset": reset_before_weights_are_known(),
         "figures": figures(),
+        "writers": writers(),
     }
     print(json.dumps(facts))

@@ -127,6 +127,17 @@ class Engine:
         cached = details.get("cached_tokens") or 0
         return Reply(choice["token_ids"], choice["logprobs"]["top_logprobs"], usage["prompt_tokens"], cached)
 
+    def leave(self, prompt: Sequence[int], tokens: int, after_s: float | None) -> None:
+        """Ask, and go away after so long, wherever the request is then; None: when the answer has begun."""
+        body = {"model": "tiny", "prompt": list(prompt), "max_tokens": tokens, "ignore_eos": True, "stream": True}
+        timeout = httpx.Timeout(300, read=after_s if after_s is not None else 300)
+        with (
+            contextlib.suppress(httpx.TimeoutException),
+            self.client.stream("POST", f"{self.url}/v1/completions", json=body, timeout=timeout) as answer,
+        ):
+            assert answer.status_code == 200
+            assert next(answer.iter_lines()).startswith("data:")
+
     def forget_device(self) -> None:
         """Empty vLLM's own prefix cache, not the store."""
         wait("an idle engine", lambda: self.client.post(f"{self.url}/reset_prefix_cache").status_code == 200)

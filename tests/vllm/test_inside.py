@@ -42,5 +42,12 @@ def test_an_update_of_weights_counts_though_they_were_not_known_yet(facts: dict[
     assert facts["reset"]
 
 
+def test_each_head_is_written_by_one_rank_and_latents_by_one_in_all(facts: dict[str, Any]) -> None:
+    for name, (count, writes) in facts["writers"].items():
+        assert sum(writes) == count, name
+    counts = {name: count for name, (count, _) in facts["writers"].items()}
+    assert counts == {"full 1": 1, "full 2": 2, "full 4": 2, "latent 1": 1, "latent 2": 1, "latent 4": 1}
+
+
 def test_a_gauge_is_told_when_it_has_changed(facts: dict[str, Any]) -> None:
     assert facts["figures"] == [False, True, False, True]
