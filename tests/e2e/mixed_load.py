@@ -14,6 +14,7 @@ of requests than before it. Exit code 1 if anything was wrong; what, and when, i
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import shutil
@@ -51,13 +52,14 @@ GUIDED = find_spec("llguidance") is not None
 
 @dataclass
 class Tally:
-    """What happened. Any entry of `wrong` fails the run."""
+    """What happened. Any entry of `wrong` fails the run; clients go on until it is `over`."""
 
     began: float = field(default_factory=time.monotonic)
     wrong: list[str] = field(default_factory=list)
     done: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     slowest_s: float = 0.0
+    over: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
     say: Callable[[str], None] = print
 
@@ -81,22 +83,22 @@ class Tally:
 
 @dataclass(eq=False)
 class Client(threading.Thread):
-    """Asks one thing after the other until `until`, or `rounds` times."""
+    """Asks one thing after the other until all is over, or `rounds` times."""
 
     cluster: Cluster
     book: Book
     tally: Tally
     seed: int
-    until: float = float("inf")
-    rounds: int = 1 << 30
+    rounds: int | None = None
 
     def __post_init__(self) -> None:
         super().__init__(daemon=True)
         self._rng = random.Random(self.seed)
 
     def run(self) -> None:
-        for _ in range(self.rounds):
-            if time.monotonic() > self.until or self.tally.wrong:
+        for number in itertools.count():
+            over = self.tally.over.is_set() if self.rounds is None else number == self.rounds
+            if over or self.tally.wrong:
                 return
             began = time.monotonic()
             try:
@@ -228,14 +230,16 @@ class Load:
         self.peer.start()
 
     def deeds(self, until: float) -> None:
-        """One deed after the other. Both workers are there before one is harmed: some worker always is."""
+        """One deed after the other, each kind at least once. Both workers are there before one is harmed: some worker
+        always is."""
         deck: list[Callable[[], None]] = []
-        while time.monotonic() < until and not self.tally.wrong:
+        done = 0
+        while not self.tally.wrong and (time.monotonic() < until or not done or deck):
             if not deck:  # every kind comes again and again, in another order
                 deck = [self.kill_worker, self.kill_worker, self.stop_worker, self.drain_worker, self.kill_store,
                         self.kill_peer]  # fmt: skip
                 self.rng.shuffle(deck)
-            deed = deck.pop()
+            deed, done = deck.pop(), done + 1
             self.tally.note(deed.__name__.replace("_", " "))
             try:
                 deed()
@@ -325,10 +329,11 @@ def run(seconds: float, seed: int, mutant: str | None, say: Callable[[str], None
         book = load.start()
         tally.note(f"{len(book.entries)} entries are written, guided ones {'too' if GUIDED else 'not: no llguidance'}")
         until = time.monotonic() + seconds
-        clients = [Client(load.cluster, book, tally, seed * 100 + number, until) for number in range(CLIENTS)]
+        clients = [Client(load.cluster, book, tally, seed * 100 + number) for number in range(CLIENTS)]
         for client in clients:
             client.start()
         load.deeds(until)
+        tally.over.set()
         for client in clients:
             client.join(2 * HUNG_S)
             if client.is_alive():
