@@ -73,7 +73,7 @@ class Hostile:
 
     async def _answer(self, path: str, data: bytes, writer: asyncio.StreamWriter) -> None:
         if not self.healthy and path == "/health":
-            await self._stop.wait()
+            _say(writer, 503, b"")
         elif path == "/v1/models":
             _say(writer, 200, b'{"data": [{"id": "m"}]}')
         elif path.startswith("/forebay/namespace"):

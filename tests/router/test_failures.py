@@ -111,7 +111,7 @@ def test_a_stream_outlives_any_number_of_workers_as_long_as_it_gets_on() -> None
 def test_a_stream_whose_worker_dies_waits_for_room_at_the_others() -> None:
     async def story() -> None:
         workers = Hostile(hold=asyncio.Event()), Hostile(hold=asyncio.Event())
-        async with routed(*workers, per_worker=1, connect_s=0.05) as router:
+        async with routed(*workers, per_worker=1) as router:
             streams = [asyncio.create_task(streamed(router)) for _ in range(2)]
             await until(lambda: all(worker.asked for worker in workers) and router.routing.load.decoding.all())
             workers[0].healthy = False
@@ -131,7 +131,7 @@ def test_a_stream_whose_worker_dies_waits_for_room_at_the_others() -> None:
 def test_a_worker_that_hangs_before_its_answer_and_goes_down_loses_the_request_to_another(kind: str) -> None:
     async def story() -> None:
         workers = Hostile(["hang"]), Hostile(["hang"])
-        async with routed(*workers, connect_s=0.05) as router:
+        async with routed(*workers) as router:
             call = await router.proxy.call("/v1/completions", body(), {})
             work: Any = streamed(router) if kind == "stream" else router.proxy.whole(call)
             task = asyncio.create_task(work)
@@ -150,7 +150,7 @@ def test_a_hung_worker_that_was_the_only_one_loses_its_requests_when_another_com
     async def story() -> None:
         workers = Hostile(["hang"]), Hostile()
         workers[1].healthy = False
-        async with routed(*workers, connect_s=0.05) as router:
+        async with routed(*workers) as router:
             task = asyncio.create_task(streamed(router))
             await until(lambda: workers[0].asked)
             workers[0].healthy = False
