@@ -43,7 +43,7 @@ from tests.e2e.streams import Stream
 from tests.e2e.windowed import tiny_windowed
 
 FRONT, QUIET, WORKERS = "front", "quiet", ("worker1", "worker2")
-CHUNK, ENTRIES, CLIENTS = 32, 30, 5
+CHUNK, ENTRIES, CLIENTS = 32, 20, 5
 HUNG_S = 60.0
 PAUSE_S = (1.0, 4.0)
 SALTS = (None, None, "one", "other")
