@@ -255,6 +255,28 @@ def test_a_namespace_that_cannot_be_one_is_as_good_as_none(odd: str) -> None:
     run(story())
 
 
+def test_a_draining_worker_ends_what_it_has_and_is_asked_nothing_else() -> None:
+    async def story() -> None:
+        workers = Hostile(hold=asyncio.Event()), Hostile()
+        async with routed(*workers) as router:
+            router.upstreams.all[1].draining = True
+            begun = asyncio.create_task(streamed(router))
+            await until(router.routing.load.decoding.any)
+            router.upstreams.all[0].draining, router.upstreams.all[1].draining = True, False
+            for _ in range(4):
+                assert await streamed(router) == [*SAID, "[DONE]"]
+            assert (len(workers[0].asked), len(workers[1].asked)) == (1, 4)
+            assert workers[0].hold is not None
+            workers[0].hold.set()
+            assert await begun == [*SAID, "[DONE]"]
+            router.upstreams.all[1].draining = True
+            with pytest.raises(ApiError, match="no worker is ready"):
+                await streamed(router)
+            at_rest(router)
+
+    run(story())
+
+
 def test_a_name_that_is_none_is_a_worker_that_cannot_be_reached() -> None:
     for host in ("a..b", "x" * 80):
         with pytest.raises(BackendFailed, match="can't be reached"):
