@@ -160,6 +160,7 @@ def _config(values: dict[str, Any], model: Path) -> ServeConfig:
             "max_model_len", "tensor_parallel_size", "trusted_network", "structured_outputs", "trace",
         )
     }  # fmt: skip
+    worker["distributed_timeout"] = f"{values['distributed_timeout']}s"
     frontend = {name: values[name] for name in ("api_keys", "max_queue", "tool_call_parser")}
     frontend["shutdown_timeout"] = f"{values['shutdown_timeout']}s"
     frontend["kv_address"] = _kv_address(values)

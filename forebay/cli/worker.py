@@ -16,6 +16,7 @@ from forebay.errors import ConfigError
 RANKS = (
     Setting("tensor_parallel_size", at_least(1), 1, "processes that share the model, each with a part of the weights"),
     Setting("trusted_network", text, None, "interface that these may talk over", shown="loopback"),
+    Setting("distributed_timeout", duration, 60.0, "how long these wait for one that is stopped or hangs", shown="60s"),
 )
 """How many ranks a worker has, and how they talk: `forebay serve` passes them on."""
 
@@ -53,7 +54,6 @@ SETTINGS = (
     Setting("event_keys", path, None, "directory of CURVE keys, for --events off loopback"),
     Setting("threads", at_least(0), 0, "compute threads; 0 leaves it to torch"),
     *RANKS,
-    Setting("distributed_timeout", duration, 60.0, "how long these wait for one that is stopped or hangs", shown="60s"),
     Setting("label", text, "", "the model's name for people and topics", shown="last part of its path"),
 )
 
