@@ -16,6 +16,10 @@ GAIN_S, GAIN_SHARE = 0.03, 0.03
 """What a cut must save against loading all, or computing all: less than that isn't worth the trouble."""
 
 
+GRACE_S = 0.03
+"""So late is nobody thought to be late: processes have to wake up."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outstanding:
     """What is still to be loaded, in ascending pieces, the last of which is next to arrive.
@@ -41,9 +45,9 @@ def arrivals(outstanding: Outstanding) -> list[float]:
     count = len(outstanding.starts)
     first = count - outstanding.asked
     nominal = sum(outstanding.seconds[first:])
-    late = max(0.0, outstanding.elapsed - nominal)
-    left = late if late else nominal - outstanding.elapsed
-    slower = max(1.0, outstanding.elapsed / nominal) if nominal > 0 else 1.0
+    late = max(0.0, outstanding.elapsed - nominal - GRACE_S)
+    left = late if late else max(0.0, nominal - outstanding.elapsed)
+    slower = 1.0 + late / nominal if nominal > 0 else 1.0
     times = [left if outstanding.asked else 0.0] * count
     total = times[-1] if count else 0.0
     for piece in range(first - 1, -1, -1):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from forebay.workers.meeting import GAIN_S, GAIN_SHARE, Outstanding, arrivals, meeting_point
+from forebay.workers.meeting import GAIN_S, GAIN_SHARE, GRACE_S, Outstanding, arrivals, meeting_point
 from forebay.workers.rates import PREFILL_S_GUESS, TIERS_MAX, LoadRates, PrefillRate
 
 SIZE = 256
@@ -50,7 +50,8 @@ def test_the_meeting_point_is_the_best_one_or_not_worth_a_cut() -> None:
 
 def test_a_load_that_is_late_is_expected_to_take_as_long_again() -> None:
     assert arrivals(outstanding([1.0] * 4, asked=2, elapsed=0.5)) == [3.5, 2.5, 1.5, 1.5]
-    assert arrivals(outstanding([1.0] * 4, asked=2, elapsed=6.0)) == [10.0, 7.0, 4.0, 4.0]
+    assert arrivals(outstanding([1.0] * 4, asked=2, elapsed=6.0 + GRACE_S)) == [10.0, 7.0, 4.0, 4.0]
+    assert arrivals(outstanding([1.0] * 4, asked=2, elapsed=2.0 + GRACE_S)) == [2.0, 1.0, 0.0, 0.0]
 
 
 def test_who_waits_for_a_tier_that_hangs_computes_in_the_end() -> None:
