@@ -233,3 +233,36 @@ def test_a_listener_that_fails_believes_nothing_and_begins_anew(
 
     assert asyncio.run(run()).failures == 1
     assert "w0 can't be listened to" in caplog.text
+
+
+def test_a_stream_that_should_say_something_and_does_not_is_believed_in_nothing_and_begun_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("forebay.router.listening._WAIT_S", 0.01)
+
+    async def run() -> list[int]:
+        publisher = EventPublisher(LOOPBACK, replay=LOOPBACK)
+        feed = Feed("s", "m", PrefixIndex(), Holders(), 16)
+        loop = asyncio.get_running_loop()
+        listener = Listener(feed, publisher.endpoint, publisher.replay_endpoint, loop, quiet_s=0.2)
+        publisher.publish([event(16)], 0.0)
+        believed: list[int] = []
+        down = feed.down
+
+        def seen_down() -> None:
+            down()
+            believed.append(len(feed.index))
+
+        monkeypatch.setattr(feed, "down", seen_down)
+        listener.start()
+        try:
+            async with asyncio.timeout(30):
+                while not believed or not len(feed.index):  # silence, and then what it held once more
+                    publisher.poll_replay()
+                    await asyncio.sleep(0.005)
+        finally:
+            await asyncio.to_thread(listener.close)
+            publisher.close()
+        return believed
+
+    assert set(asyncio.run(run())) == {0}
