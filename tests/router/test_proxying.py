@@ -89,9 +89,11 @@ def routed(*servers: Scripted, **settings: Any) -> Iterator[tuple[str, Router]]:
     thread.start()
     wait_for("the router", lambda: server.started, 20)
     wait_for("its workers", lambda: all(up.up for up in router.upstreams.all), 20)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", router
-    server.should_exit = True
-    thread.join(20)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", router
+    finally:
+        server.should_exit = True
+        thread.join(20)
 
 
 def fine(body: dict[str, Any]) -> tuple[int, bytes, dict[str, str]]:
