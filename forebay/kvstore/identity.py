@@ -70,7 +70,7 @@ _SALT_DOMAIN = b"forebay/salt/1\0"
 class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that changes KV bytes for all requests. Any difference is another namespace, so a miss.
 
-    `weights` is a fingerprint of the weight tensors' contents (a name proves nothing); `epoch` is bumped by
+    `weights` is a fingerprint of the checkpoint's contents (a name proves nothing); `epoch` is bumped by
     an update in place; `compute` names the arithmetic (a bf16 and an fp32 run differ in their KV); `positions`
     holds rope and position settings as sorted (name, value) pairs.
     """

@@ -1,8 +1,10 @@
-"""A fingerprint of a checkpoint's tensors by their contents: names and paths prove nothing.
+"""A fingerprint of a checkpoint by its contents: names and paths prove nothing.
 
-    SHA256(domain, then of every tensor in the order of names: its description as JSON, then its bytes)
+    tensors = SHA256(domain, then of every tensor in the order of names: its description as JSON, then its bytes)
+    SHA256(domain, tensors, config.json as sorted JSON without COSMETIC)
 
-Shards, file names and the order of tensors in a file don't matter.
+Shards, file names and the order of tensors in a file don't matter. The configuration counts because the same tensors
+compute something else beside, say, another epsilon; a field that nobody knows is taken to matter.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ from forebay.models.weights import weight_files
 FINGERPRINT_BYTES = 32
 MAX_CACHED = 256
 
+COSMETIC = frozenset((
+    "_name_or_path", "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache", "bos_token_id",
+    "eos_token_id", "pad_token_id", "id2label", "label2id", "_attn_implementation_autoset",
+))  # fmt: skip
+"""Fields of a configuration that change nothing about KV bytes, or (the dtype) are said elsewhere."""
+
 _DOMAIN = b"forebay/weights/1\0"
+_WITH_CONFIG = b"forebay/checkpoint/1\0"
 _MAX_HEADER = 100 * 2**20
 _STEP = 16 * 2**20
 
@@ -38,10 +47,32 @@ class _Tensor:
 
 
 def fingerprint_weights(directory: Path, cache_dir: Path) -> bytes:
-    """32 bytes for the contents of the tensors in `directory`. Reads them all, unless it has before.
+    """32 bytes for the tensors in `directory` and what its configuration says of them. Reads them all, unless it has
+    before.
 
     Cached in `cache_dir` by the files' device, inode, size and modification time. Raises CheckpointBroken.
     """
+    return hashlib.sha256(_WITH_CONFIG + _of_tensors(directory, cache_dir) + _of_config(directory)).digest()
+
+
+def _of_config(directory: Path) -> bytes:
+    path = directory / "config.json"
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return b""
+    except ValueError as error:
+        raise CheckpointBroken(f"{path} isn't JSON: {error}") from error
+    return json.dumps(_telling(found), sort_keys=True).encode()
+
+
+def _telling(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _telling(part) for name, part in value.items() if name not in COSMETIC}
+    return value
+
+
+def _of_tensors(directory: Path, cache_dir: Path) -> bytes:
     files = weight_files(directory)
     folder = cache_dir / "fingerprints"
     cached = folder / _identity(files)

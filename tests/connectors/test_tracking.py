@@ -1,4 +1,7 @@
-"""A request from its lookup to its end: nothing is promised that isn't pinned, nothing stays pinned that isn't used."""
+"""A request from its lookup to its end: nothing is promised that isn't pinned, nothing stays pinned that isn't used.
+
+One file because all of it drives one tracker by the same few moves, which the state machine at its end mixes.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -41,6 +42,28 @@ def test_one_bit_changes_it(checkpoint: Path, tmp_path: Path) -> None:
     assert fingerprint_weights(checkpoint, tmp_path / "cache") != before
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "counts"),
+    [
+        ("rms_norm_eps", 0.5, True), ("anything_new", 1, True), ("architectures", ["Other"], False),
+        ("dtype", "float16", False),
+    ],
+)  # fmt: skip
+def test_what_the_configuration_computes_counts(
+    checkpoint: Path, tmp_path: Path, field: str, value: object, counts: bool
+) -> None:
+    before = fingerprint_weights(checkpoint, tmp_path / "cache")
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    assert (fingerprint_weights(checkpoint, tmp_path / "cache") != before) is counts
+
+
+def test_a_configuration_that_cant_be_read_is_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "config.json").write_text("{")
+    with pytest.raises(CheckpointBroken, match=r"config\.json isn't JSON"):
+        fingerprint_weights(checkpoint, tmp_path / "cache")
+
+
 def test_name_dtype_and_shape_count(tmp_path: Path) -> None:
     values = torch.arange(64, dtype=torch.int16).view(torch.bfloat16)
     found = set()
@@ -75,9 +98,10 @@ def test_a_replaced_file_is_read_again(checkpoint: Path, tmp_path: Path) -> None
 def test_a_damaged_cache_entry_is_worked_out_again(checkpoint: Path, tmp_path: Path) -> None:
     before = fingerprint_weights(checkpoint, tmp_path / "cache")
     (entry,) = (tmp_path / "cache" / "fingerprints").iterdir()
+    kept = entry.read_text()
     entry.write_text("garbage")
     assert fingerprint_weights(checkpoint, tmp_path / "cache") == before
-    assert entry.read_text() == before.hex()
+    assert entry.read_text() == kept
 
 
 def test_the_cache_has_a_cap(checkpoint: Path, tmp_path: Path) -> None:
