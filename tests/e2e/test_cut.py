@@ -15,9 +15,9 @@ import pytest
 
 from forebay.kvstore.client import StoreClient
 from forebay.testing.cluster import Cluster, Completion, wait_for
-from tests.checkpoints import tiny_gemma3
 from tests.e2e.streams import Stream
 from tests.e2e.test_identity import figure
+from tests.e2e.windowed import tiny_windowed
 
 CHUNK, VOCAB, LENGTH, OUTPUT = 32, 500, 1500, 6
 STORED = (LENGTH - 1) // 16 * 16
@@ -66,7 +66,7 @@ class SlowTier:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("cut")
-    tiny_gemma3(folder / "model")
+    tiny_windowed(folder / "model")
     (folder / "keep").touch()
     made = Cluster(folder, folder / "model", chunk_tokens=CHUNK)
     made.tiers = (

@@ -7,6 +7,7 @@ all that attention adds. Equal answers of such a model prove nothing about a cac
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file, save_file
 
@@ -15,9 +16,9 @@ from tests.checkpoints import tiny_gemma3
 GAIN = 6.0
 
 
-def tiny_windowed(path: Path) -> Path:
+def tiny_windowed(path: Path, **settings: Any) -> Path:
     """Six layers, the third and the sixth full, the others with a window of 40. Returns `path`."""
-    tiny_gemma3(path, tie_word_embeddings=False)
+    tiny_gemma3(path, tie_word_embeddings=False, **settings)
     file = path / "model.safetensors"
     tensors = load_file(file)
     for name in tensors:

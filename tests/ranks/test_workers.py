@@ -23,6 +23,7 @@ from tests import checkpoints
 from tests.e2e.expected import PrefixOracle
 from tests.e2e.prompts import sharing_prompts
 from tests.e2e.reference import greedy_reference
+from tests.e2e.windowed import tiny_windowed
 from tests.ranks.conftest import CHUNK, Crowd, Worker, children, listening
 from tests.workers.processes import FrontEnd
 
@@ -40,7 +41,7 @@ class Family:
 FAMILIES = {
     "llama": Family(checkpoints.tiny_llama, (2, 1, 4)),
     "qwen3": Family(partial(checkpoints.tiny_qwen3, num_key_value_heads=4), (1, 2)),
-    "gemma3": Family(partial(checkpoints.tiny_gemma3, num_key_value_heads=2), (2, 1)),
+    "gemma3": Family(partial(tiny_windowed, num_key_value_heads=2), (2, 1)),
     "deepseek_v3": Family(checkpoints.tiny_deepseek_v3, (2, 1)),
     "qwen3_moe": Family(checkpoints.tiny_qwen3_moe, (1, 2)),
 }
