@@ -140,8 +140,8 @@ def test_late_output_of_a_worker_that_wakes_is_dropped_and_counted(pair: Pair) -
     pair.front.run(wakes())
     pair.front.wait_until(lambda: pair.front.fleet.counters.late == 3)  # and that it was cancelled
     assert ask.id in holder.cancelled, "it was told that nobody waits for it"
-    drains(other, pair.front)
     holder.hold = None
+    drains(other, pair.front)
     reader.done()
     assert reader.text == TEXT and reader.finish == "stop"
 

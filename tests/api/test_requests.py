@@ -11,7 +11,7 @@ import pytest
 
 from forebay.workers.api.http import BODY_BYTES_MAX
 from tests.api.codec import BOS, VOCAB
-from tests.api.scripted import CONTEXT
+from tests.api.scripted import CONTEXT, ScriptedWorker
 from tests.api.serving import Front
 
 
@@ -32,7 +32,7 @@ def refusal(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
 )  # fmt: skip
 def test_what_would_change_the_answer_is_refused_by_name(front: Front, field: str, value: Any) -> None:
     assert front.worker is not None
-    front.worker.guided = False
+    front.replace_worker(ScriptedWorker(front.worker.path, guided=False))
     front.wait_until(lambda: front.fleet.description is not None and not front.fleet.description.guided)
     assert refusal(front.complete("|x", **{field: value}))["param"] == field
 

@@ -8,10 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ class Serving:
     model: Path
     port: int
     process: subprocess.Popen[bytes] | None = None
+    sockets: tempfile.TemporaryDirectory[str] = field(default_factory=lambda: tempfile.TemporaryDirectory(prefix="fb-"))
+    """Their paths must be short; those of pytest's folders aren't."""
 
     @property
     def log(self) -> str:
@@ -46,7 +49,7 @@ class Serving:
 
     @property
     def runtime(self) -> Path:
-        return self.folder / "run" / "forebay" / f"serve-{self.port}"
+        return Path(self.sockets.name) / "forebay" / f"serve-{self.port}"
 
     @property
     def pool(self) -> Path:
@@ -54,10 +57,9 @@ class Serving:
 
     def start(self, *more: str) -> None:
         environment = os.environ | {
-            "XDG_RUNTIME_DIR": str(self.folder / "run"), "XDG_CACHE_HOME": str(self.folder / "cache"),
+            "XDG_RUNTIME_DIR": self.sockets.name, "XDG_CACHE_HOME": str(self.folder / "cache"),
             "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        (self.folder / "run").mkdir(mode=0o700, exist_ok=True)
         command = [
             sys.executable, "-m", "forebay", "serve", str(self.model), "--port", str(self.port), "--memory", "64MiB",
             "--device-memory", "16MiB", "--chunk-tokens", "32", "--dtype", "float32",
@@ -240,7 +242,7 @@ def test_a_killed_front_end_comes_back_on_the_same_port(serving: Serving) -> Non
 
 
 def test_another_one_on_the_same_port_is_refused(serving: Serving) -> None:
-    environment = {"XDG_RUNTIME_DIR": str(serving.folder / "run"), "XDG_CACHE_HOME": str(serving.folder / "cache")}
+    environment = {"XDG_RUNTIME_DIR": serving.sockets.name, "XDG_CACHE_HOME": str(serving.folder / "cache")}
     refused = told("serve", serving.model, "--port", serving.port, code=4, environment=environment)
     assert f"port {serving.port}" in refused and "--port" in refused
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from prometheus_client import CollectorRegistry, generate_latest
 
 from forebay.kernels.attention import paged_attention
 from forebay.kernels.dispatch import CAPABILITIES, configure
+from forebay.workers.api.fleet import Fleet
 from forebay.workers.api.metrics import _Live
+from forebay.workers.protocol import WorkerStats
 from tests.kernels.test_attention import make_case
 from tests.workers.fake_model import FakeModel
 from tests.workers.harness import Harness
-
-
-class Link:
-    """A front end's link that has a worker."""
-
-    connected, calls, max_calls = True, (), 1
-
-    class counters:
-        __dataclass_fields__ = ()
 
 
 def test_a_workers_figures_tell_configured_eligible_and_executed() -> None:
@@ -28,7 +23,8 @@ def test_a_workers_figures_tell_configured_eligible_and_executed() -> None:
     values = Harness(FakeModel(), None).parts.stats()
     assert values["kernels.attend.torch.executed"] == 1
     registry = CollectorRegistry()
-    registry.register(_Live(Link(), values, "connected"))
+    fleet = Fleet([Path("w.sock")], 1, 1.0)
+    registry.register(_Live(fleet, {"w": WorkerStats(values=values, store="connected")}, None))
     text = generate_latest(registry).decode()
     for operation in CAPABILITIES:
         for name in ("triton_configured", "triton_eligible", "triton_executed", "torch_executed"):
