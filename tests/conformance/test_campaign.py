@@ -23,7 +23,8 @@ def enough(outcome: Outcome, operations: int) -> None:
     told = "\n".join(outcome.lines())
     below, lies, calm = (tally.counts for tally in outcome.parts.values())
     assert all(part["load ok"] >= operations / 50 for part in (below, lies, calm)), told
-    assert sum(count for name, count in outcome.faults.items() if name != START) >= operations / 25, told
+    # Some 15 in 250 on the average; how many is chance, because what happens at the same time is.
+    assert sum(count for name, count in outcome.faults.items() if name != START) >= operations / 60, told
     assert lies["load refused by its reader"] >= 1, told
 
 
