@@ -20,6 +20,11 @@ RANKS = (
 )
 """How many ranks a worker has, and how they talk: `forebay serve` passes them on."""
 
+PREFIXES = Setting(
+    "prefixes", one_of("cut", "load", "compute"), "cut",
+    "what tiers have of a prompt: load what is worth it and compute the rest, load it, or compute it",
+)
+
 SETTINGS = (
     Setting("model", path, None, "safetensors directory or GGUF file", positional=True),
     Setting("listen", text, None, "unix socket for front ends, mode 0600"),
@@ -43,10 +48,7 @@ SETTINGS = (
     ),
     Setting("trace", path, None, "file for a Chrome trace of steps and requests, written at the end"),
     Setting("lookup_deadline", duration, 2.0, "how long a lookup may wait for the store's tiers", shown="2s"),
-    Setting(
-        "prefixes", one_of("cut", "load", "compute"), "cut",
-        "what tiers have of a prompt: load what is worth it and compute the rest, load it, or compute it",
-    ),
+    PREFIXES,
     Setting("push_queue", size, 256 << 20, "bytes that may wait to be stored; more is dropped", shown="256MiB"),
     Setting("drain", duration, 5.0, "how long a stop waits for the last pushes", shown="5s"),
     Setting("events", text, None, "ZMQ endpoint of the device pool's KV events"),
