@@ -1,4 +1,4 @@
-"""Tensor parallel ranks, as a model sees them: which part of each tensor is this rank's, and two collectives.
+"""Tensor parallel ranks, as a model sees them: which part of each tensor is this rank's, and their collectives.
 
     whole on every rank   norms, routers, projections into latents, the residual stream
     split by rows         q, k, v by heads; gate and up by columns of the MLP; embedding and head by tokens
@@ -11,6 +11,7 @@ Nothing here knows how ranks reach each other: `forebay.workers.ranks` does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -20,10 +21,11 @@ from torch import Tensor
 from forebay.errors import ConfigError
 from forebay.models.base import KVGroup, ModelInfo
 from forebay.models.config import Config
+from forebay.models.context import Context, is_dealt
 
 
 class Ranks(Protocol):
-    """This rank among its like. Both collectives are entered by all ranks, in the same order, or by none."""
+    """This rank among its like. Collectives are entered by all ranks, in the same order, or by none."""
 
     @property
     def rank(self) -> int: ...
@@ -31,11 +33,25 @@ class Ranks(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def context(self) -> Context | None:
+        """Those among them that share a sequence's positions with this one; None: each has all of them."""
+
     def sum(self, x: Tensor) -> Tensor:
         """`x`, summed over all ranks in place: the same bits on each. It is contiguous."""
 
     def gather(self, x: Tensor) -> Tensor | None:
         """Every rank's `x` [n, m], of equal shapes, side by side on rank 0: [n, size * m]; None on the others."""
+
+    def gather_all(self, x: Tensor) -> Tensor:
+        """Every rank's `x` [n, ...], of equal shapes, one behind the other on each rank: [size * n, ...]."""
+
+    def sum_parts(self, x: Tensor) -> Tensor:
+        """This rank's n of the rows of `x` [size * n, ...], summed over all ranks in the order of the ranks."""
+
+    def exchange(self, x: Tensor, given: Sequence[int], taken: Sequence[int]) -> Tensor:
+        """Rows of `x` [sum of given, ...], the first `given[0]` to rank 0 and so on, for those that the others give,
+        `taken[r]` by rank r, in the order of the ranks: [sum of taken, ...]. Counts may be 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +60,7 @@ class Alone:
 
     rank: int = 0
     size: int = 1
+    context: Context | None = None
 
     def sum(self, x: Tensor) -> Tensor:
         """`x` itself."""
@@ -51,6 +68,19 @@ class Alone:
 
     def gather(self, x: Tensor) -> Tensor | None:
         """`x` itself."""
+        return x
+
+    def gather_all(self, x: Tensor) -> Tensor:
+        """`x` itself."""
+        return x
+
+    def sum_parts(self, x: Tensor) -> Tensor:
+        """`x` itself."""
+        return x
+
+    def exchange(self, x: Tensor, given: Sequence[int], taken: Sequence[int]) -> Tensor:
+        """`x` itself."""
+        assert list(given) == list(taken) == [len(x)], (given, taken, x.shape)
         return x
 
 
@@ -80,8 +110,12 @@ def share_heads(heads: int, kv_heads: int, ranks: Ranks) -> HeadShare:
 
 
 def held_group(group: KVGroup, ranks: Ranks) -> KVGroup:
-    """A cache group as one rank's pool has it: its KV heads, but latents whole."""
-    return group if group.kind == "latent" else replace(group, kv_heads=max(group.kv_heads // ranks.size, 1))
+    """A cache group as one rank's pool has it: its KV heads, but latents whole; its positions, where they are dealt
+    out."""
+    context = ranks.context if is_dealt(group, ranks.context) else None
+    tokens = group.block_tokens if context is None else context.dealing.block_tokens
+    heads = 1 if group.kind == "latent" else max(group.kv_heads // ranks.size, 1)
+    return replace(group, kv_heads=heads, block_tokens=tokens)
 
 
 def vocabulary_share(vocab: int, ranks: Ranks) -> range:

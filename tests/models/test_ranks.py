@@ -68,6 +68,24 @@ class ThreadRank:
         found = self.meeting.exchange(self.rank, x)
         return torch.cat(found, dim=1) if self.rank == 0 else None
 
+    def gather_all(self, x: Tensor) -> Tensor:
+        return torch.cat(self.meeting.exchange(self.rank, x))
+
+    def sum_parts(self, x: Tensor) -> Tensor:
+        count = len(x) // self.size
+        mine = slice(self.rank * count, (self.rank + 1) * count)
+        total, *parts = (found[mine].clone() for found in self.meeting.exchange(self.rank, x))
+        for part in parts:
+            total += part
+        return total
+
+    def exchange(self, x: Tensor, given: Sequence[int], taken: Sequence[int]) -> Tensor:
+        assert len(x) == sum(given), (x.shape, given)
+        counts = [found.tolist() for found in self.meeting.exchange(self.rank, torch.tensor(given))]
+        assert [row[self.rank] for row in counts] == list(taken), (counts, taken)
+        brought = self.meeting.exchange(self.rank, x)
+        return torch.cat([found.split(row)[self.rank] for found, row in zip(brought, counts, strict=True)])
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""`python -m tests.ranks.sums FOLDER RANK SIZE`: sums and gathers as ranks do; prints a digest of what came of it."""
+"""`python -m tests.ranks.sums FOLDER RANK SIZE`: sums, gathers and exchanges as ranks do; prints a digest of it all."""
 
 from __future__ import annotations
 
@@ -10,6 +10,24 @@ import torch
 
 from forebay.workers.ranks.group import ProcessRanks
 from forebay.workers.ranks.network import ranks_interface, use_interface
+
+
+def exchanges(ranks: ProcessRanks) -> bytes:
+    """Rows told apart by who gave them, and to whom; what every rank should have in the end, as bytes."""
+    rank, size = ranks.rank, ranks.size
+    whole = ranks.gather_all(torch.full((2, 1), float(rank)).to(torch.float8_e4m3fn))
+    assert whole.float().flatten().tolist() == [float(r) for r in range(size) for _ in range(2)]
+    # Rank r gives r + 1 rows to those behind itself and none to the others: some give nothing, some take nothing.
+    given = [rank + 1 if to > rank else 0 for to in range(size)]
+    taken = [of + 1 if of < rank else 0 for of in range(size)]
+    rows = torch.tensor([[rank, to] for to in range(size) for _ in range(given[to])], dtype=torch.int64).view(-1, 2)
+    found = ranks.exchange(rows, given, taken)
+    assert found.tolist() == [[of, rank] for of in range(size) for _ in range(taken[of])]
+    # Only in the order of the ranks does it come to this: 1 + 2^24 - 2^24 is 0 in fp32, and 2^24 - 2^24 + 1 is 1.
+    values = {0: 1.0, 1: 2.0**24, 2: -(2.0**24)}
+    part = ranks.sum_parts(torch.full((size * 2, 3), values.get(rank, 0.0)))
+    assert part.shape == (2, 3) and part.unique().tolist() == [{1: 1.0, 2: 2.0**24, 3: 0.0}[size]]
+    return part.numpy().tobytes()
 
 
 def main(folder: str, rank: int, size: int) -> None:
@@ -29,6 +47,7 @@ def main(folder: str, rank: int, size: int) -> None:
         assert whole is not None and whole.tolist() == [[float(r) for r in range(size) for _ in range(3)]] * 2
     else:
         assert whole is None
+    digest.update(exchanges(ranks))
     ranks.part()
     print(digest.hexdigest())
 

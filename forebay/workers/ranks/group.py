@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -66,6 +66,32 @@ class ProcessRanks:
         parts = [torch.empty_like(x) for _ in range(self._size)]
         dist.gather(x, parts, dst=0)
         return torch.cat(parts, dim=1)
+
+    def gather_all(self, x: Tensor) -> Tensor:
+        """See `Ranks`."""
+        out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
+        dist.all_gather_single(_sendable(out), _sendable(x.contiguous()))
+        return out
+
+    def sum_parts(self, x: Tensor) -> Tensor:
+        """See `Ranks`. Each rank adds up by itself: a backend's own order of summing isn't told."""
+        count = x.shape[0] // self._size
+        parts = self.exchange(x, [count] * self._size, [count] * self._size).split(count)
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total.add_(part)
+        return total
+
+    def exchange(self, x: Tensor, given: Sequence[int], taken: Sequence[int]) -> Tensor:
+        """See `Ranks`."""
+        out = x.new_empty(sum(taken), *x.shape[1:])
+        dist.all_to_all_single(_sendable(out), _sendable(x.contiguous()), list(taken), list(given))
+        return out
+
+
+def _sendable(x: Tensor) -> Tensor:
+    """The same memory; FP8, which gloo doesn't know, as bytes."""
+    return x.view(torch.uint8) if x.itemsize == 1 else x
 
 
 @contextmanager
