@@ -21,7 +21,8 @@ class KVGroup:
     """Layers that share one cache geometry.
 
     `window` counts the positions that a query sees, itself included. A group of kind "latent" has one row of
-    `head_dim` values a token, for all heads and as key and value at once; its `kv_heads` is 1.
+    `head_dim` values a token, for all heads and as key and value at once; its `kv_heads` is 1. `block_tokens` of the 16
+    in a block are here: fewer where ranks share them out.
     """
 
     name: str
@@ -30,10 +31,11 @@ class KVGroup:
     kv_heads: int
     head_dim: int
     window: int | None = None
+    block_tokens: int = BLOCK_TOKENS
 
     def pool_shape(self, num_blocks: int) -> tuple[int, int, int, int, int, int]:
-        """Shape of this group's KV pool: [num_blocks, layers, 2 (1 for latents), kv_heads, 16, head_dim]."""
-        return (num_blocks, len(self.layers), self.planes, self.kv_heads, BLOCK_TOKENS, self.head_dim)
+        """Shape of this group's KV pool: [num_blocks, layers, 2 (1 for latents), kv_heads, block_tokens, head_dim]."""
+        return (num_blocks, len(self.layers), self.planes, self.kv_heads, self.block_tokens, self.head_dim)
 
     @property
     def planes(self) -> int:
@@ -42,7 +44,7 @@ class KVGroup:
 
     def granule_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one block."""
-        return len(self.layers) * self.planes * self.kv_heads * BLOCK_TOKENS * self.head_dim * dtype.itemsize
+        return len(self.layers) * self.planes * self.kv_heads * self.block_tokens * self.head_dim * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 from forebay.kernels.batch import Batch
 from forebay.models.base import CausalLM, KVGroup, ModelInfo
 from forebay.models.config import Config
+from forebay.models.context import context_of, query_heads
 from forebay.models.layers import Attention, Decoder, HeadNorm, RMSNorm
 from forebay.models.ranks import HeadShare, held_group, share_heads
 from forebay.models.rope import Rope
@@ -147,22 +148,26 @@ class _Layer:
     def __init__(self, shape: Gemma3Shape, group: KVGroup, index: int, weights: Weights) -> None:
         at, hidden = f"layers.{index}.", shape.hidden
         mine = share_heads(shape.heads, shape.kv_heads, weights.ranks)
+        context = context_of(group, weights.ranks)
+        asking = HeadShare(query_heads(mine.q, context), mine.kv)
+        sizes = (shape.heads, shape.kv_heads, shape.head_dim)
         self._dtype = weights.dtype
         self._before_attention = _norm(weights, f"{at}input_layernorm", shape)
         self._after_attention = _norm(weights, f"{at}post_attention_layernorm", shape)
         self._before_mlp = _norm(weights, f"{at}pre_feedforward_layernorm", shape)
         self._after_mlp = _norm(weights, f"{at}post_feedforward_layernorm", shape)
         self._attention = Attention(
-            qkv=heads_linear(weights, f"{at}self_attn.", hidden, (shape.heads, shape.kv_heads, shape.head_dim)),
+            qkv=heads_linear(weights, f"{at}self_attn.", hidden, sizes, queries=asking.q),
             out=weights.summed_linear(
                 f"{at}self_attn.o_proj", hidden, shape.heads * shape.head_dim, columns(mine.q, shape.head_dim)
             ),
-            heads=len(mine.q),
+            heads=len(asking.q),
             group=held_group(group, weights.ranks),
             layer=index,
             rope=shape.full_rope if group.window is None else shape.local_rope,
             scale=1.0,
-            qk_norm=_head_norm(shape, at, weights, mine),
+            qk_norm=_head_norm(shape, at, weights, asking),
+            context=context,
         )
         self._mlp = dense_mlp(weights, f"{at}mlp", hidden, shape.ffn, act="gelu_tanh")
 

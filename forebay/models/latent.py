@@ -16,8 +16,9 @@ from torch import Tensor
 from forebay.kernels.batch import Batch
 from forebay.kernels.mla import latent_attention, write_latents
 from forebay.models.base import KVGroup
+from forebay.models.context import DealtAttention, context_of, query_heads
 from forebay.models.layers import Linear, RMSNorm, accumulate_dtype
-from forebay.models.ranks import share_heads
+from forebay.models.ranks import held_group, share_heads
 from forebay.models.rope import Rope, rotate, rotate_pairs
 from forebay.models.standard import columns
 from forebay.models.weights import Weights
@@ -62,44 +63,63 @@ class LatentAttention:
     def __init__(self, shape: LatentShape, group: KVGroup, index: int, weights: Weights) -> None:
         at, heads = f"layers.{index}.self_attn.", share_heads(shape.heads, 1, weights.ranks).q
         self._shape, self._group, self._layer_in_group = shape, group, group.layers.index(index)
-        self._query = _Query(shape, at, weights)
+        context = context_of(group, weights.ranks)
+        asking = query_heads(heads, context)
+        self._dealt = None if context is None else DealtAttention(
+            context, held_group(group, weights.ranks), self._layer_in_group, shape.scale, shape.rank
+        )  # fmt: skip
+        self._query = _Query(shape, at, weights, asking)
         self._down = weights.linear(f"{at}kv_a_proj_with_mqa", shape.width, shape.hidden, bias=shape.bias)
         self._norm = RMSNorm(weights.exact(f"{at}kv_a_layernorm.weight", shape.rank), NORM_EPS)
         width = shape.nope + shape.value
         up = weights.take(
-            f"{at}kv_b_proj.weight", shape.heads * width, shape.rank, cut={0: columns(heads, width)}
+            f"{at}kv_b_proj.weight", shape.heads * width, shape.rank, cut={0: columns(asking, width)}
         )
-        to_key, to_value = up.view(len(heads), -1, shape.rank).split((shape.nope, shape.value), dim=1)
+        to_key, to_value = up.view(len(asking), -1, shape.rank).split((shape.nope, shape.value), dim=1)
         self._to_key = to_key.contiguous()
-        self._to_value = to_value.transpose(1, 2).contiguous()
+        own = slice(heads.start - asking.start, heads.stop - asking.start)
+        self._to_value = to_value[own].transpose(1, 2).contiguous()
         self._out = weights.summed_linear(
             f"{at}o_proj", shape.hidden, shape.heads * shape.value, columns(heads, shape.value), bias=shape.bias
         )
 
     def __call__(self, x: Tensor, batch: Batch, kv: Mapping[str, Tensor], keep: Tensor | None = None) -> Tensor:
         """x [T, hidden] -> [T, hidden], or only the rows `keep`. Writes this layer's rows into the pool."""
-        shape, pool = self._shape, kv[self._group.name]
-        compressed = self._down(x)
-        latent = self._norm(compressed[:, : shape.rank]).to(x.dtype)
-        turned = self._rotate(compressed[:, None, shape.rank :], batch)[:, 0]
-        slots = batch.groups[self._group.name].slots
-        write_latents(pool, self._layer_in_group, slots, torch.cat((latent, turned), dim=1))
+        pool, rows = kv[self._group.name], self._rows(x, batch)
+        self._write(rows, pool, batch)
         if keep is not None and not len(keep):
             return x[:0]
-        nope, turning = self._query(x).split((shape.nope, shape.rope.dim), dim=-1)
+        mixed = self._attend(self._absorbed(self._query(x), batch), rows, pool, batch)
+        return self._values(mixed if keep is None else mixed.index_select(0, keep))
+
+    def _rows(self, x: Tensor, batch: Batch) -> Tensor:
+        """What is kept of `x` [T, hidden]: [T, width]."""
+        compressed, rank = self._down(x), self._shape.rank
+        latent = self._norm(compressed[:, :rank]).to(x.dtype)
+        return torch.cat((latent, self._rotate(compressed[:, None, rank:], batch)[:, 0]), dim=1)
+
+    def _absorbed(self, heads: Tensor, batch: Batch) -> Tensor:
+        """What meets kept rows, [T, heads, width], of `heads` [T, heads, nope + rope]."""
+        nope, turning = heads.split((self._shape.nope, self._shape.rope.dim), dim=-1)
         absorbed = torch.bmm(nope.transpose(0, 1), self._to_key).transpose(0, 1)
-        mixed = latent_attention(
-            torch.cat((absorbed, self._rotate(turning, batch)), dim=-1),
-            pool,
-            self._layer_in_group,
-            batch,
-            self._group.name,
-            scale=shape.scale,
-            rank=shape.rank,
-        )
-        mixed = mixed if keep is None else mixed.index_select(0, keep)
+        return torch.cat((absorbed, self._rotate(turning, batch)), dim=-1)
+
+    def _values(self, mixed: Tensor) -> Tensor:
+        """[n, hidden] of sums of latents [n, heads, rank]."""
         values = torch.bmm(mixed.transpose(0, 1), self._to_value).transpose(0, 1)
         return self._out(values.flatten(1))
+
+    def _write(self, rows: Tensor, pool: Tensor, batch: Batch) -> None:
+        if self._dealt is not None:
+            self._dealt.write(pool, batch, rows[:, None])
+        else:
+            write_latents(pool, self._layer_in_group, batch.groups[self._group.name].slots, rows)
+
+    def _attend(self, q: Tensor, rows: Tensor, pool: Tensor, batch: Batch) -> Tensor:
+        if self._dealt is not None:
+            return self._dealt.attend(q, rows[:, None], pool, batch)
+        name, shape = self._group.name, self._shape
+        return latent_attention(q, pool, self._layer_in_group, batch, name, scale=shape.scale, rank=shape.rank)
 
     def _rotate(self, x: Tensor, batch: Batch) -> Tensor:
         exact = accumulate_dtype(x.dtype)
@@ -110,9 +130,9 @@ class LatentAttention:
 class _Query:
     """Heads [T, heads, nope + rope] from hidden states, through a latent of their own or not."""
 
-    def __init__(self, shape: LatentShape, at: str, weights: Weights) -> None:
+    def __init__(self, shape: LatentShape, at: str, weights: Weights, heads: range) -> None:
         self._dtype = weights.dtype
-        heads, dim = share_heads(shape.heads, 1, weights.ranks).q, shape.nope + shape.rope.dim
+        dim = shape.nope + shape.rope.dim
         self._heads, out, mine = len(heads), shape.heads * dim, columns(heads, dim)
         self._down: Linear | None = None
         if shape.q_rank is None:
@@ -123,6 +143,12 @@ class _Query:
         self._up = weights.linear(f"{at}q_b_proj", out, shape.q_rank, rows=mine)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._down is not None:
-            x = self._norm(self._down(x)).to(self._dtype)
-        return self._up(x).view(x.shape[0], self._heads, -1)
+        return self.heads(self.latent(x))
+
+    def latent(self, x: Tensor) -> Tensor:
+        """[T, q_rank], or `x` itself where the query has none."""
+        return x if self._down is None else self._norm(self._down(x)).to(self._dtype)
+
+    def heads(self, latent: Tensor) -> Tensor:
+        """Of what `latent` gives."""
+        return self._up(latent).view(len(latent), self._heads, -1)

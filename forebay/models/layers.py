@@ -18,6 +18,7 @@ from forebay.kernels.attention import paged_attention
 from forebay.kernels.batch import Batch
 from forebay.kernels.cache import slot_rows, write_rows
 from forebay.models.base import CausalLM, KVGroup, ModelInfo
+from forebay.models.context import Context, DealtAttention
 from forebay.models.ranks import ALONE, Embedding, Ranks, held_group
 from forebay.models.rope import Rope, rotate
 
@@ -164,7 +165,8 @@ class Attention:
     """Projections, rotation, cache write and attention of one layer.
 
     `qkv` maps hidden to [q heads, k heads, v heads] in one product. `qk_norm` takes and gives the query and key heads.
-    `sinks` [heads] are scores of a position without a value.
+    `sinks` [heads] are scores of a position without a value. `context` are the ranks that share out its positions, None
+    if each has all of them.
     """
 
     def __init__(
@@ -179,10 +181,12 @@ class Attention:
         scale: float,
         qk_norm: Callable[[Tensor], Tensor] | None = None,
         sinks: Tensor | None = None,
+        context: Context | None = None,
     ) -> None:
         self._qkv, self._out = qkv, out
         self._heads, self._group = heads, group
         self._layer_in_group = group.layers.index(layer)
+        self._dealt = None if context is None else DealtAttention(context, group, self._layer_in_group, scale)
         self._rope, self._scale, self._qk_norm, self._sinks = rope, scale, qk_norm, sinks
 
     def __call__(self, x: Tensor, batch: Batch, kv: Mapping[str, Tensor], keep: Tensor | None = None) -> Tensor:
@@ -197,6 +201,8 @@ class Attention:
         # In place of the unrotated vectors: so K and V stay side by side for one write.
         qkv[:, :rotated].copy_(rotate(turning, *self._rope.angles(batch, exact)))
         pool = kv[group.name]
+        if self._dealt is not None:
+            return self._mix_dealt(self._dealt, qkv, pool, batch, keep, x)
         rows = batch.once(("rows", group.name), lambda: slot_rows(pool, batch.groups[group.name].slots))
         write_rows(pool, self._layer_in_group, rows, qkv[:, heads:])
         if keep is not None and not len(keep):
@@ -212,6 +218,17 @@ class Attention:
             sinks=self._sinks,
         )
         mixed = mixed.view(x.shape[0], -1)
+        return self._out(mixed if keep is None else mixed.index_select(0, keep))
+
+    def _mix_dealt(
+        self, dealt: DealtAttention, qkv: Tensor, pool: Tensor, batch: Batch, keep: Tensor | None, x: Tensor
+    ) -> Tensor:
+        """The rest of a call where ranks share out positions."""
+        rows = qkv[:, self._heads :]
+        dealt.write(pool, batch, rows)
+        if keep is not None and not len(keep):
+            return x[:0]
+        mixed = dealt.attend(qkv[:, : self._heads], rows, pool, batch, self._sinks).flatten(1)
         return self._out(mixed if keep is None else mixed.index_select(0, keep))
 
 

@@ -11,8 +11,10 @@ from typing import Literal
 
 from torch import Tensor
 
+from forebay.errors import ConfigError
 from forebay.models.base import KVGroup, ModelInfo, RopeValue
 from forebay.models.config import Config
+from forebay.models.context import context_of, query_heads
 from forebay.models.layers import (
     Attention,
     Decoder,
@@ -112,19 +114,23 @@ def build_attention(
     """The attention of layer `index`, which is one of `group`: with this rank's heads, of which `sinks` are."""
     at = f"layers.{index}.self_attn."
     mine = share_heads(shape.heads, shape.kv_heads, weights.ranks)
+    context = context_of(group, weights.ranks)
+    asking = HeadShare(query_heads(mine.q, context), mine.kv)
+    sizes = (shape.heads, shape.kv_heads, shape.head_dim)
     return Attention(
-        qkv=heads_linear(weights, at, shape.hidden, (shape.heads, shape.kv_heads, shape.head_dim), bias=shape.qkv_bias),
+        qkv=heads_linear(weights, at, shape.hidden, sizes, bias=shape.qkv_bias, queries=asking.q),
         out=weights.summed_linear(
             f"{at}o_proj", shape.hidden, shape.heads * shape.head_dim, columns(mine.q, shape.head_dim),
             bias=shape.out_bias,
         ),
-        heads=len(mine.q),
+        heads=len(asking.q),
         group=held_group(group, weights.ranks),
         layer=index,
         rope=shape.rope,
         scale=shape.head_dim**-0.5,
-        qk_norm=_qk_norm(shape, at, weights, mine),
+        qk_norm=_qk_norm(shape, at, weights, asking),
         sinks=sinks,
+        context=context,
     )  # fmt: skip
 
 
@@ -134,13 +140,15 @@ def columns(heads: range, dim: int) -> range:
 
 
 def heads_linear(
-    weights: Weights, at: str, hidden: int, sizes: tuple[int, int, int], *, bias: bool = False
-) -> Linear:
-    """The projections q, k and v under `at` side by side, of this rank's heads. `sizes`: heads, KV heads, head_dim."""
+    weights: Weights, at: str, hidden: int, sizes: tuple[int, int, int], *, bias: bool = False,
+    queries: range | None = None,
+) -> Linear:  # fmt: skip
+    """The projections q, k and v under `at` side by side, of this rank's heads, or of the query heads `queries`.
+    `sizes`: heads, KV heads, head_dim."""
     heads, kv_heads, dim = sizes
     mine = share_heads(heads, kv_heads, weights.ranks)
     outs = {f"{at}{x}_proj": (heads if x == "q" else kv_heads) * dim for x in "qkv"}
-    rows = {f"{at}{x}_proj": columns(mine.q if x == "q" else mine.kv, dim) for x in "qkv"}
+    rows = {f"{at}{x}_proj": columns((queries or mine.q) if x == "q" else mine.kv, dim) for x in "qkv"}
     return weights.merged_linear(outs, hidden, bias=bias, rows=rows)
 
 
@@ -150,6 +158,8 @@ def _qk_norm(shape: AttentionShape, at: str, weights: Weights, mine: HeadShare) 
     if shape.qk_norm == "head":
         q, k = (weights.exact(f"{at}{x}_norm.weight", shape.head_dim) for x in "qk")
         return HeadNorm(q, k, len(mine.q), len(mine.kv), shape.eps)
+    if len(mine.q) != len(share_heads(shape.heads, shape.kv_heads, weights.ranks).q):
+        raise ConfigError("dcp_q_replicate: this family norms all query heads together; leave it out for this model")
     dim = shape.head_dim
     q = weights.exact(f"{at}q_norm.weight", shape.heads * dim, cut={0: columns(mine.q, dim)})
     k = weights.exact(f"{at}k_norm.weight", shape.kv_heads * dim, cut={0: columns(mine.kv, dim)})

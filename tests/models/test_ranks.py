@@ -55,6 +55,7 @@ class ThreadRank:
 
     meeting: Meeting
     rank: int
+    context: None = None
 
     @property
     def size(self) -> int:

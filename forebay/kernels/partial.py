@@ -1,0 +1,134 @@
+"""Attention over a part of the keys, with the log-sum-exp of its scores, and how parts on several ranks become one.
+
+All query heads here look at one key head: that is what a rank has where several share the positions of a sequence,
+latents as well as one KV head. Scores are rounded to the model's dtype; what follows is in fp32, or fp64 if that is it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forebay.kernels.lse import Lse, Partial
+from forebay.kernels.scratch import gather_rows
+
+TILE_QUERIES = 128
+"""Queries whose scores are in memory at a time."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Keys:
+    """Keys [..., m, dim] and what is summed of them [..., m, value dim], of one head."""
+
+    k: Tensor
+    v: Tensor
+
+
+def exact(dtype: torch.dtype) -> torch.dtype:
+    """What outputs and LSEs of parts are computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def nothing_seen(rows: int, heads: int, dim: int, like: Tensor) -> Partial:
+    """The part of who has none of the keys."""
+    dtype = exact(like.dtype)
+    out = torch.zeros(rows, heads, dim, dtype=dtype, device=like.device)
+    return Partial(out, Lse(out.new_full((rows, heads), -math.inf), "e"))
+
+
+def gather_keys(pool: Tensor, layer_in_group: int, blocks: Tensor, rank: int | None) -> Keys:
+    """Keys of `blocks` [B, n] of a pool [blocks, layers, planes, 1, tokens, dim]: each [B, n * tokens, dim], until this
+    thread gathers again. `rank`: of a pool of latents, how much of a row is summed (None: it has K and V)."""
+    _, layers, planes, heads, tokens, dim = pool.shape
+    assert heads == 1 and planes == (2 if rank is None else 1), (pool.shape, rank)
+    first = (blocks * layers + layer_in_group) * planes
+    runs = first + torch.arange(planes, device=pool.device).view(-1, 1, 1)
+    rows = gather_rows(pool.view(-1, tokens * dim), runs.flatten()).view(planes, len(blocks), -1, dim)
+    return Keys(rows[0], rows[1] if rank is None else rows[0][..., :rank])
+
+
+def attend_lengths(q: Tensor, keys: Keys, lengths: Tensor) -> Partial:
+    """Each row of `q` [B, heads, dim], already scaled, over the first `lengths` [B] of its own `keys` [B, m, ...]."""
+    scores = torch.bmm(q, keys.k.transpose(1, 2)).to(exact(q.dtype))
+    hidden = torch.arange(scores.shape[2], device=q.device) >= lengths[:, None, None]
+    return _summed(scores.masked_fill_(hidden, -math.inf), keys.v)
+
+
+def attend_all(q: Tensor, keys: Keys) -> Partial:
+    """Every row of `q` [n, heads, dim], already scaled, over all `keys` [m, ...]."""
+    if not len(keys.k):
+        return nothing_seen(q.shape[0], q.shape[1], keys.v.shape[-1], q)
+    return _in_tiles(q, keys, causal=False)
+
+
+def attend_causal(q: Tensor, keys: Keys) -> Partial:
+    """Row i of `q` [n, heads, dim], already scaled, over the first i + 1 of as many `keys`."""
+    assert len(q) == len(keys.k), (q.shape, keys.k.shape)
+    return _in_tiles(q, keys, causal=True)
+
+
+def _in_tiles(q: Tensor, keys: Keys, *, causal: bool) -> Partial:
+    rows, heads, dim = q.shape
+    out = q.new_empty(rows, heads, keys.v.shape[-1], dtype=exact(q.dtype))
+    lse = out.new_empty(rows, heads)
+    for begin in range(0, rows, TILE_QUERIES):
+        end = min(begin + TILE_QUERIES, rows)
+        k, v = (keys.k[:end], keys.v[:end]) if causal else (keys.k, keys.v)
+        scores = (q[begin:end].reshape(-1, dim) @ k.T).to(out.dtype).view(end - begin, heads, -1)
+        if causal:
+            size = end - begin
+            future = torch.ones(size, size, dtype=torch.bool, device=q.device).triu_(1)
+            scores[..., -size:].masked_fill_(future[:, None], -math.inf)
+        part = _summed(scores.flatten(0, 1)[None], v[None])
+        out[begin:end], lse[begin:end] = part.out.view(end - begin, heads, -1), part.lse.values.view(-1, heads)
+    return Partial(out, Lse(lse, "e"))
+
+
+def _summed(scores: Tensor, v: Tensor) -> Partial:
+    """From scores [B, rows, m], -inf where hidden, over `v` [B, m, dim]. Who sees nothing gets 0 and -inf."""
+    if not scores.shape[2]:
+        none = scores.new_full(scores.shape[:2], -math.inf)
+        return Partial(scores.new_zeros(*none.shape, v.shape[-1]), Lse(none, "e"))
+    highest = scores.amax(dim=-1)
+    highest = highest.masked_fill_(highest == -math.inf, 0.0)
+    weights = scores.sub_(highest[..., None]).exp_()
+    total = weights.sum(dim=-1)
+    out = torch.bmm(weights.to(v.dtype), v).to(total.dtype)
+    out = out / total.masked_fill(total == 0, 1.0)[..., None]
+    return Partial(out, Lse(highest + total.log(), "e"))
+
+
+# --- one of many ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weighing:
+    """What one part is worth among all: its output times `weight` [...], and the `lse` [...] of all, to base e."""
+
+    weight: Tensor
+    lse: Tensor
+
+    def of(self, out: Tensor) -> Tensor:
+        """This part's share of the sum. What has no weight is left out, whatever it holds: 0 * nan is nan."""
+        return out.masked_fill(self.weight[..., None] == 0, 0.0) * self.weight[..., None]
+
+
+def weigh(lses: Lse, index: int) -> Weighing:
+    """Part `index` among parts whose LSEs are `lses` [parts, ...]. An LSE that is +inf or no number is of a part that
+    has seen nothing, as -inf is; where nobody has seen anything every weight is 0."""
+    found = lses.to("e").values
+    seen = torch.where(found.isnan() | (found == math.inf), -math.inf, found)
+    highest = seen.amax(dim=0)
+    highest = highest.masked_fill_(highest == -math.inf, 0.0)
+    masses = (seen - highest).exp_()
+    total = masses.sum(dim=0)
+    return Weighing(masses[index] / total.masked_fill(total == 0, 1.0), highest + total.log())
+
+
+def with_sinks(part: Partial, sinks: Tensor) -> Tensor:
+    """The output [..., heads, dim] if every query sees `sinks` [heads] beside its keys: scores without a value."""
+    lse = part.lse.to("e").values
+    return part.out * torch.sigmoid(lse - sinks.to(lse.dtype))[..., None]

@@ -1,0 +1,199 @@
+"""Ranks that share out positions compute what one computes: every family that can, whichever way it is exchanged.
+
+Ranks are threads here, so that all families and shapes can be tried: what real processes do is in tests/ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from forebay.kernels.dealing import Dealing
+from forebay.models.context import Prefill
+from forebay.models.loading import load_model
+from forebay.models.ranks import Alone
+from forebay.models.traffic import Backend, Traffic
+from tests import checkpoints
+from tests.models.test_ranks import CPU, Maker, Meeting, ThreadRank
+from tests.parity.families import FAMILIES
+from tests.parity.reference import Runner
+
+Pieces = Sequence[dict[int, Sequence[int]]]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How ranks share positions: tensor parallel and context parallel sizes, and how they exchange what they find."""
+
+    tp: int
+    dcp: int
+    interleave: int = 1
+    backend: Backend = "ag_rs"
+    prefill: Prefill = "auto"
+    replicated: bool = False
+
+
+@dataclass(frozen=True)
+class ThreadContext:
+    """The ranks that share positions with one rank. `log` has what each step sent."""
+
+    meeting: Meeting
+    dealing: Dealing
+    way: Way
+    traffic: Traffic = field(default_factory=Traffic)
+
+    @property
+    def backend(self) -> Backend:
+        return self.way.backend
+
+    @property
+    def prefill(self) -> Prefill:
+        return self.way.prefill
+
+    @property
+    def replicated(self) -> bool:
+        return self.way.replicated
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.stack(self.meeting.exchange(self.dealing.rank, x))
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return torch.stack([found[self.dealing.rank] for found in self.meeting.exchange(self.dealing.rank, x)]).sum(0)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return torch.stack([found[self.dealing.rank] for found in self.meeting.exchange(self.dealing.rank, x)])
+
+
+@dataclass(frozen=True)
+class SharingRank(ThreadRank):
+    """A tensor parallel rank that shares positions with its neighbours."""
+
+    context: ThreadContext | None = None  # type: ignore[assignment]
+
+
+def ranks_of(way: Way) -> list[SharingRank]:
+    """All ranks of a model; neighbours share positions."""
+    every = Meeting(way.tp)
+    among = [Meeting(way.dcp) for _ in range(way.tp // way.dcp)]
+    return [
+        SharingRank(every, rank, ThreadContext(
+            among[rank // way.dcp], Dealing(way.dcp, rank % way.dcp, way.interleave), way))
+        for rank in range(way.tp)
+    ]  # fmt: skip
+
+
+@dataclass
+class Computed:
+    """Logits of rank 0 by step, every rank's pools, and what each rank had sent after each step."""
+
+    logits: list[Tensor]
+    runners: list[Runner]
+    sent: list[list[Traffic]]
+
+
+def compute(path: Path, way: Way | None, steps: Pieces, dtype: torch.dtype = torch.float64) -> Computed:
+    """Feed sequences in steps; `way` None: to one rank."""
+    ranks = [Alone()] if way is None else ranks_of(way)
+
+    def run(rank: Alone | SharingRank) -> tuple[list[Tensor], Runner, list[Traffic]]:
+        torch.set_num_threads(1)
+        runner = Runner(load_model(path, dtype=dtype, device=CPU, ranks=rank))
+        logits, sent = [], []
+        for step in steps:
+            logits.append(runner.step(dict(step)))
+            if rank.context is not None:
+                sent.append(copied(rank.context.traffic))
+        return logits, runner, sent
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        found = list(threads.map(run, ranks))
+    return Computed(found[0][0], [runner for _, runner, _ in found], [sent for _, _, sent in found])
+
+
+def copied(traffic: Traffic) -> Traffic:
+    return Traffic({kind: replace(sent) for kind, sent in traffic.sent.items()})
+
+
+def ids(count: int, seed: int) -> list[int]:
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randint(4, checkpoints.VOCAB, (count,), generator=rng).tolist()
+
+
+def mixed_steps() -> Pieces:
+    """Prompts whole and in pieces, from one token on, decodes beside them: lengths on both sides of every owner's
+    boundary, ranks with nothing of a sequence among them."""
+    a, b, c, d = ids(70, 3), ids(42, 4), ids(21, 5), ids(4, 6)
+    return [
+        {0: a[:33], 1: b[:1]},
+        {0: a[33:50], 1: b[1:2], 2: c[:16]},
+        *({0: a[50 + i : 51 + i], 1: b[2 + i : 3 + i]} for i in range(4)),
+        {0: a[54:55], 1: b[6:39], 2: c[16:19], 3: d[:2]},
+        {0: a[55:70], 1: b[39:40], 2: c[19:20], 3: d[2:3]},
+        {1: b[40:42], 2: c[20:21], 3: d[3:4]},
+    ]
+
+
+LLAMA1 = partial(checkpoints.tiny_llama, num_key_value_heads=1)
+LLAMA2 = checkpoints.tiny_llama
+V3 = FAMILIES["deepseek_v3"].make
+CASES: dict[str, tuple[Maker, Way]] = {
+    "llama-one-kv-head-2": (LLAMA1, Way(2, 2)),
+    "llama-one-kv-head-4": (LLAMA1, Way(4, 4)),
+    "llama-one-kv-head-4-two-groups": (LLAMA1, Way(4, 2, 2)),
+    "llama-one-kv-head-4-interleave-4": (LLAMA1, Way(4, 4, 4)),
+    "llama-two-kv-heads-4": (LLAMA2, Way(4, 2)),
+    "llama-two-kv-heads-4-interleave-8": (LLAMA2, Way(4, 2, 8)),
+    "llama-a2a": (LLAMA1, Way(4, 4, backend="a2a")),
+    "llama-replicated": (LLAMA1, Way(4, 4, replicated=True)),
+    "llama-replicated-a2a": (LLAMA2, Way(4, 2, 2, "a2a", "query", replicated=True)),
+    "llama-queries-sent": (LLAMA1, Way(4, 4, prefill="query")),
+    "llama-keys-sent": (LLAMA1, Way(4, 4, 2, prefill="context")),
+    "qwen3_moe": (partial(checkpoints.tiny_qwen3_moe, num_key_value_heads=1), Way(4, 4, 2)),
+    "qwen3_moe-replicated": (checkpoints.tiny_qwen3_moe, Way(4, 2, replicated=True)),
+    "deepseek_v3-2": (V3, Way(2, 2)),
+    "deepseek_v3-4": (V3, Way(4, 4)),
+    "deepseek_v3-4-two-groups": (V3, Way(4, 2, 8)),
+    "deepseek_v3-a2a": (V3, Way(4, 4, 2, backend="a2a")),
+    "deepseek_v3-replicated": (V3, Way(4, 4, replicated=True)),
+    "deepseek_v3-queries-sent": (V3, Way(4, 4, prefill="query")),
+    "deepseek_v3-keys-sent": (V3, Way(4, 4, prefill="context")),
+    "deepseek_v2": (FAMILIES["deepseek_v2"].make, Way(4, 4)),
+    "gpt_oss": (FAMILIES["gpt_oss"].variants["one-kv-head"], Way(4, 4)),
+    "gpt_oss-a2a": (FAMILIES["gpt_oss"].variants["one-kv-head"], Way(2, 2, backend="a2a")),
+    "gemma3": (FAMILIES["gemma3_text"].make, Way(4, 4)),
+    "minimax_m2": (FAMILIES["minimax_m2"].make, Way(4, 2)),
+    "glm4_moe": (FAMILIES["glm4_moe"].make, Way(4, 2)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_that_share_positions_compute_what_one_computes(case: str, tmp_path: Path) -> None:
+    make, way = CASES[case]
+    path, steps = make(tmp_path), mixed_steps()
+    alone, shared = compute(path, None, steps), compute(path, way, steps)
+    for expected, found in zip(alone.logits, shared.logits, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    check_pools(alone.runners[0], shared.runners, way)
+
+
+def check_pools(whole: Runner, parts: list[Runner], way: Way) -> None:
+    """A rank's blocks have its positions and no others: the whole pool, dealt out."""
+    for group in whole.groups:
+        expected = whole.pools[group.name]
+        for rank, runner in enumerate(parts):
+            found = runner.pools[group.name]
+            if group.window is not None:
+                assert found.shape[4] == 16, "windows aren't dealt out"
+                continue
+            head = 0 if group.kind == "latent" else rank * group.kv_heads // way.tp
+            dealing = Dealing(way.dcp, rank % way.dcp, way.interleave)
+            own = [position for position in range(16) if dealing.owner(position) == dealing.rank]
+            assert found.shape[4] == len(own) == 16 // way.dcp
+            torch.testing.assert_close(found, expected[:, :, :, head : head + 1, own], rtol=0, atol=1e-11)
