@@ -57,6 +57,7 @@ CAPABILITIES = {
     "attend": Capability(FLOATS, FP8, widest=256),
     "latent": Capability(FLOATS, FP8, widest=1024),
     "move": Capability((torch.uint8,)),
+    "hot": Capability((torch.int64,)),
 }
 
 

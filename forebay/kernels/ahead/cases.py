@@ -14,9 +14,10 @@ from forebay.kernels.ahead.targets import Target
 from forebay.kernels.choose import Choices
 from forebay.kernels.experts import Activation, Stack
 from forebay.kernels.formats import Scaled, scale_shape
-from forebay.kernels.gpu import attend, choose, experts, latent, merge, move, norm, rotary, route
+from forebay.kernels.gpu import attend, choose, experts, hot, latent, merge, move, norm, rotary, route
 from forebay.kernels.gpu.attend import Tiling
 from forebay.kernels.gpu.experts import Sizes
+from forebay.kernels.hot import Ask, Mirror, SwapPlan, new_regions
 from forebay.kernels.lse import Lse
 from forebay.kernels.moe import Routing
 from forebay.kernels.moving import Pattern
@@ -181,6 +182,25 @@ def _sum(_: Target, __: object) -> None:
     experts.sum_choices(exact(64, 2880), 4, torch.float32)
 
 
+def _resolve(rows: int) -> Start:
+    def start(_: Target, __: object) -> None:
+        whole = torch.int64
+        pages = torch.empty(8, 2**16, dtype=whole, device=META)
+        ask = Ask(torch.empty(8, rows, 2048, dtype=whole, device=META), empty(8, dtype=whole), pages, pages)
+        regions = new_regions(8, 2048 * (rows + 1), META)
+        mirror = Mirror(empty(2**40, dtype=torch.uint8), empty(2**24, dtype=whole))
+        hot.resolve_and_copy(regions, ask, mirror, empty(BLOCKS, 78, 1, 1, 16, 576), 3)
+
+    return start
+
+
+def _replay(_: Target, __: object) -> None:
+    whole = torch.int64
+    plan = SwapPlan(*(empty(8, 2048, dtype=whole) for _ in range(3)), empty(8, dtype=whole), empty(8, dtype=whole))
+    mirror = Mirror(empty(2**40, dtype=torch.uint8), empty(2**24, dtype=whole))
+    hot.replay(plan, mirror, empty(BLOCKS, 78, 1, 1, 16, 576), 3)
+
+
 def _native(target: Target) -> bool:
     return target.native_mx
 
@@ -213,6 +233,9 @@ CASES = (
         "products_kernel", "gpt-oss, MXFP8 x MXFP4", _products(32, 5760, 2880, "mxfp4", both=True), "experts.mx",
         Sizes, only=_native,
     ),
+    Case("resolve_kernel", "GLM-5, 2048 of 4096 rows", _resolve(1)),
+    Case("resolve_kernel", "GLM-5, two rows a sequence", _resolve(2)),
+    Case("replay_kernel", "GLM-5", _replay),
     Case("activate_kernel", "gpt-oss", _activate),
     Case("sum_kernel", "gpt-oss", _sum),
 )  # fmt: skip
