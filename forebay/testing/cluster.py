@@ -25,6 +25,7 @@ from forebay.errors import StoreError
 from forebay.kvstore.client import StoreClient
 from forebay.kvstore.extents import pool_path
 from forebay.parent import PARENT_VARIABLE
+from forebay.testing import web
 
 START_S = 120.0
 SETTLE_S = 30.0
@@ -190,7 +191,7 @@ class Cluster:
             for process in watch:
                 process.must_run()
             try:
-                answer = httpx.get(f"{self.url(frontend)}/health", timeout=5)
+                answer = web.get(f"{self.url(frontend)}/health", timeout=5)
             except httpx.TransportError:
                 return None
             body: dict[str, Any] = answer.json()
@@ -212,7 +213,7 @@ class Cluster:
 
     def complete(self, frontend: str, prompt: list[int], max_tokens: int, **more: Any) -> Completion:
         """One greedy completion."""
-        answer = httpx.post(
+        answer = web.post(
             f"{self.url(frontend)}/v1/completions", json=self.body(prompt, max_tokens, **more), timeout=600
         )
         assert answer.status_code == 200, answer.text
@@ -233,7 +234,7 @@ class Cluster:
 
     def figures(self, frontend: str) -> dict[str, float]:
         """The worker's figures, as its front end's /metrics shows them."""
-        text = httpx.get(f"{self.url(frontend)}/metrics", timeout=10).text
+        text = web.get(f"{self.url(frontend)}/metrics", timeout=10).text
         values = {}
         for line in text.splitlines():
             if line and not line.startswith("#"):
@@ -252,7 +253,7 @@ class Cluster:
 
     def health(self, frontend: str) -> dict[str, Any]:
         """What the front end says of itself and, if it has several, its workers."""
-        return dict(httpx.get(f"{self.url(frontend)}/health", timeout=10).json())
+        return dict(web.get(f"{self.url(frontend)}/health", timeout=10).json())
 
     def settle(self, frontend: str) -> None:
         """Wait until everything that was computed is in the store and in its tiers."""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import httpx
 import uvicorn
 
+from forebay.testing import web
 from forebay.tiers.p2p.options import Address
 from forebay.workers.api.app import make_app
 from forebay.workers.api.fleet import Fleet
@@ -120,10 +121,10 @@ class Front:
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
         kind = "content" if isinstance(body, (bytes, str)) else "json"
-        return httpx.post(self.url + path, timeout=PATIENCE_S, **{kind: body}, **more)
+        return web.post(self.url + path, timeout=PATIENCE_S, **{kind: body}, **more)
 
     def complete(self, prompt: Any, **more: Any) -> httpx.Response:
         return self.post("/v1/completions", {"prompt": prompt, "max_tokens": 100, **more})
 
     def get(self, path: str, **more: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=PATIENCE_S, **more)
+        return web.get(self.url + path, timeout=PATIENCE_S, **more)

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from forebay.kvstore.identity import unpack_tokens
+from forebay.testing import web
 from forebay.workers.protocol import Finished, Generate, Outputs, TokenOut
 from tests.api.scripted import ScriptedWorker
 from tests.api.serving import Front
@@ -35,7 +36,7 @@ class Reader(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        with httpx.stream("POST", self._url, json=self._body, timeout=30) as answer:
+        with web.stream("POST", self._url, json=self._body, timeout=30) as answer:
             self.status = answer.status_code
             for line in answer.iter_lines():
                 if not line.startswith("data: {"):
@@ -204,7 +205,7 @@ def test_a_successor_with_another_model_does_not_go_on(halting: Front, path: Pat
 
 def test_a_client_that_leaves_frees_its_generation(halting: Front) -> None:
     body = {"prompt": "|" + TEXT, "stream": True, "max_tokens": 100}
-    with httpx.stream("POST", f"{halting.url}/v1/completions", json=body) as answer:
+    with web.stream("POST", f"{halting.url}/v1/completions", json=body) as answer:
         next(answer.iter_lines())
     halting.wait_until(lambda: not halting.fleet.calls)
     halting.wait_until(lambda: halting.worker is not None and len(halting.worker.cancelled) == 1)
@@ -216,5 +217,5 @@ def test_a_client_that_leaves_before_the_first_token_frees_its_generations(halti
     for stream in (True, False):
         body = {"prompt": "|" + TEXT, "stream": stream, "n": 2}
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{halting.url}/v1/completions", json=body, timeout=0.3)
+            web.post(f"{halting.url}/v1/completions", json=body, timeout=0.3)
         halting.wait_until(lambda: not halting.fleet.calls)

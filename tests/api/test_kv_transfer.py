@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
+from forebay.testing import web
 from forebay.tiers.p2p.options import Address
 from forebay.tiers.p2p.transfer_params import prefill_request
 from tests.api.scripted import ScriptedWorker
@@ -76,6 +76,6 @@ def test_what_says_no_such_thing_is_refused_by_name(prefiller: Front, params: An
 def test_who_named_another_party_is_counted(prefiller: Front) -> None:
     prefiller.complete("|x", kv_transfer_params=prefill_request())
     prefiller.complete("|x", kv_transfer_params=SOURCE)
-    text = httpx.get(f"http://127.0.0.1:{prefiller.port}/metrics").text
+    text = web.get(f"http://127.0.0.1:{prefiller.port}/metrics").text
     assert 'forebay_transfer_requests_total{party="decoder"} 1.0' in text
     assert 'forebay_transfer_requests_total{party="source"} 1.0' in text

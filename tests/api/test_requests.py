@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from forebay.testing import web
 from forebay.workers.api.http import BODY_BYTES_MAX
 from tests.api.codec import BOS, VOCAB
 from tests.api.scripted import CONTEXT, ScriptedWorker
@@ -174,7 +175,7 @@ def test_token_ids_are_told_if_asked_for(front: Front) -> None:
 
 def test_token_ids_of_characters_that_are_not_whole_yet_are_streamed_at_once(front: Front) -> None:
     ids: list[int] = []
-    with httpx.stream(
+    with web.stream(
         "POST", f"{front.url}/v1/completions", json={"prompt": "|ü", "stream": True, "return_token_ids": True}
     ) as answer:
         for line in answer.iter_lines():
@@ -234,7 +235,7 @@ def test_detokenize_refuses_ids_that_no_token_has(front: Front) -> None:
     ],
 )
 def test_bodies_that_are_made_to_hurt_are_a_client_error(front: Front, raw: bytes) -> None:
-    answer = httpx.post(f"{front.url}/v1/completions", content=raw, timeout=30)
+    answer = web.post(f"{front.url}/v1/completions", content=raw, timeout=30)
     refusal(answer)
 
 

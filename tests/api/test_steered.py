@@ -7,11 +7,11 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from forebay.testing import web
 from forebay.testing.cluster import Cluster
 from tests.checkpoints import EOS_ID, VOCAB, tiny_qwen3
 
@@ -59,7 +59,7 @@ def stream(cluster: Cluster, body: dict[str, Any], kill_after: int | None = None
     """Token ids of a streamed answer; its worker is killed, and another one started, after that many."""
     ids: list[int] = []
     url = f"{cluster.url('front')}/v1/completions"
-    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=120) as got:
+    with web.stream("POST", url, json=body | {"stream": True}, timeout=120) as got:
         assert got.status_code == 200
         for line in got.iter_lines():
             if not line.startswith("data: {"):
@@ -93,7 +93,7 @@ def test_penalised_greedy_answers_are_those_of_transformers(cluster: Cluster) ->
 
 def test_a_prompts_logprobs_are_those_of_transformers(cluster: Cluster) -> None:
     body = cluster.body(PROMPT, 2, prompt_logprobs=3)
-    told = httpx.post(f"{cluster.url('front')}/v1/completions", json=body, timeout=60).json()["choices"][0]
+    told = web.post(f"{cluster.url('front')}/v1/completions", json=body, timeout=60).json()["choices"][0]
     with torch.inference_mode():
         expected = torch.log_softmax(loaded(cluster)(torch.tensor([PROMPT])).logits[0], -1)
     assert told["prompt_logprobs"][0] is None and len(told["prompt_logprobs"]) == len(PROMPT)
@@ -133,7 +133,7 @@ def test_a_penalised_answer_goes_on_after_a_death_as_if_it_had_not_been(cluster:
 def test_several_answers_compute_their_prompt_once(cluster: Cluster) -> None:
     before = cluster.figures("front")["forebay_worker_tokens_prefilled"]
     body = cluster.body([*PROMPT[5:], *PROMPT], 4, n=4, best_of=6) | {"temperature": 0.7, "seed": 1}
-    answer = httpx.post(f"{cluster.url('front')}/v1/completions", json=body, timeout=60).json()
+    answer = web.post(f"{cluster.url('front')}/v1/completions", json=body, timeout=60).json()
     assert len(answer["choices"]) == 4 and answer["usage"]["completion_tokens"] == 24
     computed = cluster.figures("front")["forebay_worker_tokens_prefilled"] - before
     whole, beyond_whole_units = 135, 135 - 128
@@ -151,7 +151,7 @@ def test_a_call_that_must_be_made_is_made(cluster: Cluster) -> None:
             "messages": [{"role": "user", "content": "hi"}], "tools": tools, "tool_choice": choice, "temperature": 0,
             "max_tokens": 200, "parallel_tool_calls": False,
         }  # fmt: skip
-        answer = httpx.post(f"{cluster.url('front')}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]
+        answer = web.post(f"{cluster.url('front')}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]
         (call,) = answer["message"]["tool_calls"]
         assert call["function"]["name"] == "weather" and answer["finish_reason"] == "tool_calls"
         assert json.loads(call["function"]["arguments"])["city"] in ("Bern", "Chur")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-import httpx
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forebay.testing import web
 from forebay.workers.api.stops import StopFinder
 from tests.api.serving import Front
 
@@ -51,7 +51,7 @@ def test_a_stop_that_never_comes_is_not_missing_from_the_end(front: Front) -> No
 def test_a_streamed_stop_is_never_seen(front: Front) -> None:
     seen = ""
     body = {"prompt": "|one, two END three", "stream": True, "stop": " END", "max_tokens": 50}
-    with httpx.stream("POST", f"{front.url}/v1/completions", json=body) as answer:
+    with web.stream("POST", f"{front.url}/v1/completions", json=body) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: {"):
                 seen += json.loads(line[6:])["choices"][0]["text"]

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from forebay.errors import ConfigError
 from forebay.kvstore.identity import root_key
+from forebay.testing import web
 from forebay.workers.api.frontend import FrontendConfig, run_frontend
 from forebay.workers.api.keys import Keys, load_keys, open_to_all
 from tests.api.scripted import NAMESPACE, ScriptedWorker
@@ -95,8 +95,8 @@ def test_a_full_queue_is_told_when_to_come_again(tmp_path: Path, path: Path) -> 
     with Front(tmp_path, max_calls=2, worker=ScriptedWorker(path, hold=1)) as front:
         body = {"prompt": "|xyz", "stream": True}
         with (
-            httpx.stream("POST", f"{front.url}/v1/completions", json=body) as first,
-            httpx.stream("POST", f"{front.url}/v1/completions", json=body) as second,
+            web.stream("POST", f"{front.url}/v1/completions", json=body) as first,
+            web.stream("POST", f"{front.url}/v1/completions", json=body) as second,
         ):
             assert (first.status_code, second.status_code) == (200, 200)
             answer = front.complete("|x")

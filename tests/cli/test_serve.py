@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 from forebay.kvstore.extents import pool_path
+from forebay.testing import web
 from tests.checkpoints import tiny_qwen3
 from tests.cli.commands import told
 
@@ -86,7 +87,7 @@ class Serving:
 
     def health(self) -> dict[str, Any]:
         try:
-            answer = httpx.get(f"http://127.0.0.1:{self.port}/health", timeout=5)
+            answer = web.get(f"http://127.0.0.1:{self.port}/health", timeout=5)
         except httpx.TransportError:
             return {}
         return answer.json() if answer.status_code == 200 else {}
@@ -112,7 +113,7 @@ class Serving:
 
     def complete(self, prompt: list[int], tokens: int = 8) -> dict[str, Any]:
         body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        answer = httpx.post(f"http://127.0.0.1:{self.port}/v1/completions", json=body, timeout=60)
+        answer = web.post(f"http://127.0.0.1:{self.port}/v1/completions", json=body, timeout=60)
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 
@@ -185,7 +186,7 @@ def test_a_stream_outlives_a_killed_worker(serving: Serving) -> None:
             "prompt": PROMPT[:40], "max_tokens": 300, "temperature": 0, "ignore_eos": True, "return_token_ids": True,
             "stream": True,
         }  # fmt: skip
-        with httpx.stream("POST", f"http://127.0.0.1:{serving.port}/v1/completions", json=body, timeout=60) as answer:
+        with web.stream("POST", f"http://127.0.0.1:{serving.port}/v1/completions", json=body, timeout=60) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     seen.extend(json.loads(line[6:])["choices"][0]["token_ids"])
@@ -250,7 +251,7 @@ def test_another_one_on_the_same_port_is_refused(serving: Serving) -> None:
 def test_sigterm_stops_everything_and_a_restart_hits_the_files(serving: Serving) -> None:
     before = serving.complete(PROMPT)
     body = {"prompt": PROMPT, "max_tokens": 3000, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"http://127.0.0.1:{serving.port}/v1/completions", json=body, timeout=60) as answer:
+    with web.stream("POST", f"http://127.0.0.1:{serving.port}/v1/completions", json=body, timeout=60) as answer:
         lines = answer.iter_lines()
         next(lines)
         assert serving.stop() == 0

@@ -31,9 +31,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from forebay.kvstore.extents import pool_path
+from forebay.testing import web
 from forebay.testing.cluster import Cluster, wait_for
 from forebay.workers.control import WorkerControl
 from tests.e2e.backends import Files, Peer
@@ -135,7 +134,7 @@ class Client(threading.Thread):
 
     def _whole(self, entry: Entry, length: int, more: dict[str, Any]) -> list[int]:
         body = self.cluster.body(entry.prompt, length, **more)
-        answer = httpx.post(f"{self.cluster.url(FRONT)}/v1/completions", json=body, timeout=HUNG_S)
+        answer = web.post(f"{self.cluster.url(FRONT)}/v1/completions", json=body, timeout=HUNG_S)
         if answer.status_code != 200:
             raise AssertionError(f"{answer.status_code} {answer.text[:200]}")
         return list(answer.json()["choices"][0]["token_ids"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from forebay.testing import web
 from forebay.testing.cluster import Cluster
 
 PATIENCE_S = 120.0
@@ -36,7 +37,7 @@ class Stream(threading.Thread):
 
     def run(self) -> None:
         try:
-            with httpx.stream("POST", self._url, json=self._body, timeout=PATIENCE_S) as answer:
+            with web.stream("POST", self._url, json=self._body, timeout=PATIENCE_S) as answer:
                 self.status = answer.status_code
                 if answer.status_code != 200:
                     self.error = answer.read().decode()

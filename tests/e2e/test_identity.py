@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
+from forebay.testing import web
 from forebay.testing.cluster import Cluster, wait_for
 from tests.checkpoints import tiny_qwen3
 from tests.e2e.expected import PrefixOracle
@@ -150,7 +150,7 @@ def test_after_the_store_was_killed(case: Case) -> None:
 def stream_tokens(cluster: Cluster, frontend: str, prompt: list[int], length: int, seen: list[int]) -> None:
     """Read a stream to its end, noting every token id as it comes."""
     body = cluster.body(prompt, length, stream=True)
-    with httpx.stream("POST", f"{cluster.url(frontend)}/v1/completions", json=body, timeout=300) as answer:
+    with web.stream("POST", f"{cluster.url(frontend)}/v1/completions", json=body, timeout=300) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: ") and line != "data: [DONE]":
                 for choice in json.loads(line[6:])["choices"]:

@@ -12,9 +12,9 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
+from forebay.testing import web
 from forebay.testing.cluster import Cluster, free_port, wait_for
 from forebay.tiers.p2p.transfer_params import prefill_request
 from tests.e2e.failover import ONE_THREAD
@@ -59,7 +59,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, C
 
 def ask(host: Cluster, prompt: list[int], max_tokens: int, params: dict[str, Any]) -> dict[str, Any]:
     body = host.body(prompt, max_tokens, kv_transfer_params=params)
-    answer = httpx.post(f"{host.url('front')}/v1/completions", json=body, timeout=120)
+    answer = web.post(f"{host.url('front')}/v1/completions", json=body, timeout=120)
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
 

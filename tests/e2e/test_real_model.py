@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from forebay.testing import web
 from forebay.testing.cluster import Cluster, Completion, wait_for
 from tests.e2e.expected import PrefixOracle
 from tests.e2e.prompts import boundary_offsets
@@ -102,10 +103,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 
 def test_the_greedy_answer_is_the_known_one(run: Run) -> None:
-    import httpx
-
     body = {"prompt": "The capital of France is", "max_tokens": 20, "temperature": 0, "cache_salt": "known"}
-    answer = httpx.post(f"{run.cluster.url('front1')}/v1/completions", json=body, timeout=120).json()
+    answer = web.post(f"{run.cluster.url('front1')}/v1/completions", json=body, timeout=120).json()
     assert answer["choices"][0]["text"] == FRANCE
 
 

@@ -22,6 +22,7 @@ from forebay.placing.host import Host, free_ports
 from forebay.placing.routing import NOWHERE, RouterProcess
 from forebay.placing.slots import Slots
 from forebay.placing.spec import SERVER, HostSpec, Place, new_pair
+from forebay.testing import web
 from forebay.testing.cluster import free_port, wait_for
 from tests.checkpoints import tiny_qwen3
 
@@ -89,19 +90,19 @@ def test_a_host_serves_is_started_again_and_its_router_follows(tmp_path: Path) -
     def complete() -> httpx.Response:
         body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
         headers = {"authorization": "Bearer client-key"}
-        return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
+        return web.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
 
     try:
         wait_for("the host, by its router", placed, 120)
         first, text = places[1], complete().json()["choices"][0]["text"]
         assert complete().json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
-        named = httpx.get(f"{url}/router/workers", timeout=10).json()
+        named = web.get(f"{url}/router/workers", timeout=10).json()
         assert [(one["name"], one["up"]) for one in named["workers"]] == [("h0", False), ("h1", True)]
         wait_for("its store's stream", lambda: any(
             one["owner"] == "s1" and one["trust"] == "exact"
-            for one in httpx.get(f"{url}/router/workers", timeout=10).json()["streams"]
+            for one in web.get(f"{url}/router/workers", timeout=10).json()["streams"]
         ), 60)  # fmt: skip
-        assert httpx.post(f"{url}/v1/completions", json={"prompt": [5]}, timeout=60).status_code == 401
+        assert web.post(f"{url}/v1/completions", json={"prompt": [5]}, timeout=60).status_code == 401
         os.kill(first.pid, signal.SIGKILL)
         wait_for("its end to be noticed", lambda: not placed(), 30)
         wait_for("another one", lambda: placed() and places[1].pid != first.pid, 120)

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from forebay.testing import web
 from forebay.testing.cluster import free_port, wait_for
 from tests.checkpoints import tiny_qwen3
 
@@ -47,14 +48,14 @@ class Served:
         """Names of the hosts that the router has as up."""
         assert self.process.poll() is None, self.log()[-3000:]
         try:
-            told = httpx.get(f"{self.url}/router/workers", timeout=10).json()
+            told = web.get(f"{self.url}/router/workers", timeout=10).json()
         except httpx.TransportError:
             return []
         return [one["name"] for one in told["workers"] if one["up"]]
 
     def complete(self) -> dict[str, Any]:
         body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "temperature": 0, "return_token_ids": True}
-        answer = httpx.post(f"{self.url}/v1/completions", json=body, headers=KEY, timeout=120)
+        answer = web.post(f"{self.url}/v1/completions", json=body, headers=KEY, timeout=120)
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 

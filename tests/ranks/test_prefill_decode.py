@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
+from forebay.testing import web
 from forebay.testing.cluster import Cluster, free_port, wait_for
 from forebay.tiers.p2p.transfer_params import prefill_request
 from tests.checkpoints import tiny_llama
@@ -51,7 +51,7 @@ def host(folder: Path, model: Path, port: int, peer: int) -> Cluster:
 
 def ask(cluster: Cluster, prompt: list[int], max_tokens: int, params: dict[str, Any]) -> dict[str, Any]:
     body = cluster.body(prompt, max_tokens, kv_transfer_params=params)
-    answer = httpx.post(f"{cluster.url('front')}/v1/completions", json=body, timeout=120)
+    answer = web.post(f"{cluster.url('front')}/v1/completions", json=body, timeout=120)
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
 

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from forebay.testing import web
 from forebay.testing.cluster import Cluster, Process, free_port, wait_for
 from tests.checkpoints import tiny_qwen3
 
@@ -58,7 +59,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def _ready(cluster: Cluster) -> bool:
     cluster.processes["router"].must_run()
     try:
-        told = httpx.get(f"{cluster.url('router')}/router/workers", timeout=5).json()
+        told = web.get(f"{cluster.url('router')}/router/workers", timeout=5).json()
     except httpx.TransportError:
         return False
     exact = {stream["owner"] for stream in told["streams"] if stream["trust"] == "exact"}
@@ -74,7 +75,7 @@ def explain(cluster: Cluster, prompt: list[int]) -> dict[str, Any]:
 
 
 def explained(cluster: Cluster, body: dict[str, Any]) -> dict[str, Any]:
-    answer = httpx.post(f"{cluster.url('router')}/router/explain", json=body, timeout=30)
+    answer = web.post(f"{cluster.url('router')}/router/explain", json=body, timeout=30)
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
 
@@ -90,7 +91,7 @@ class Reader(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        with httpx.stream("POST", f"{self.url}/v1/completions", json=self.body, timeout=120) as answer:
+        with web.stream("POST", f"{self.url}/v1/completions", json=self.body, timeout=120) as answer:
             self.status = answer.status_code
             for line in answer.iter_lines():
                 if line == "data: [DONE]":
@@ -130,11 +131,11 @@ def test_a_prompt_goes_back_to_where_its_prefix_is(cluster: Cluster) -> None:
 def test_text_and_chats_are_tokenised_once_and_answered_as_by_the_worker(cluster: Cluster) -> None:
     text = "all rivers " * 30
     for _ in range(2):
-        ours = httpx.post(
+        ours = web.post(
             f"{cluster.url('router')}/v1/completions",
             json={"model": "tiny", "prompt": text, "max_tokens": 5, "temperature": 0, "ignore_eos": True}, timeout=60,
         ).json()  # fmt: skip
-        direct = httpx.post(
+        direct = web.post(
             f"{cluster.url('f0')}/v1/completions",
             json={"model": "tiny", "prompt": text, "max_tokens": 5, "temperature": 0, "ignore_eos": True}, timeout=60,
         ).json()  # fmt: skip
@@ -144,7 +145,7 @@ def test_text_and_chats_are_tokenised_once_and_answered_as_by_the_worker(cluster
 
 def chat(cluster: Cluster, body: dict[str, Any]) -> dict[str, Any]:
     url = f"{cluster.url('router')}/v1/chat/completions"
-    answer = httpx.post(url, json=body | {"max_tokens": 3, "temperature": 0, "ignore_eos": True}, timeout=120)
+    answer = web.post(url, json=body | {"max_tokens": 3, "temperature": 0, "ignore_eos": True}, timeout=120)
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
 
@@ -190,7 +191,7 @@ def test_of_a_conversation_that_grew_the_end_is_tokenised_and_its_keys_are_the_w
     figure = "forebay_router_tokenise_bytes_total"
     assert grown["forebay_router_texts_grown_total"] == before["forebay_router_texts_grown_total"] + 1
     assert grown[figure] - whole[figure] < (whole[figure] - before[figure]) / 2
-    direct = httpx.post(f"{cluster.url('f0')}/tokenize", json={"messages": messages}, timeout=30).json()
+    direct = web.post(f"{cluster.url('f0')}/tokenize", json={"messages": messages}, timeout=30).json()
     assert told["prompt_tokens"] == direct["count"]
     assert 0 < grown["forebay_router_remembered_tokens"] <= grown["forebay_router_remembered_tokens_max"]
 
@@ -224,18 +225,18 @@ def test_what_was_believed_and_what_was_are_told_side_by_side(cluster: Cluster) 
     for what in ("lag_s", "gaps", "orphans", "duplicates", "unknown_medium", "lost_batches", "stored"):
         assert f'forebay_router_stream{{owner="s",what="{what}"}}' in figures, what
     assert figures['forebay_router_stream_trust{owner="s",state="exact"}'] == 1
-    text = httpx.get(f"{cluster.url('router')}/metrics", timeout=10).text
+    text = web.get(f"{cluster.url('router')}/metrics", timeout=10).text
     assert "forebay_router_rejected" in text and "forebay_router_time_to_first_token_seconds_bucket" in text
 
 
 def test_refusals_are_the_workers_own_and_unknown_models_are_named(cluster: Cluster) -> None:
     url = f"{cluster.url('router')}/v1/completions"
-    wrong = httpx.post(url, json={"prompt": [5, 6], "max_tokens": 0}, timeout=30)
+    wrong = web.post(url, json={"prompt": [5, 6], "max_tokens": 0}, timeout=30)
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "max_tokens"
-    assert httpx.post(url, content=b"{", timeout=30).status_code == 400
-    nobody = httpx.post(url, json={"model": "nobody", "prompt": [5, 6]}, timeout=30)
+    assert web.post(url, content=b"{", timeout=30).status_code == 400
+    nobody = web.post(url, json={"model": "nobody", "prompt": [5, 6]}, timeout=30)
     assert nobody.status_code == 404 and "tiny" in nobody.json()["error"]["message"]
-    models = httpx.get(f"{cluster.url('router')}/v1/models", timeout=30).json()["data"]
+    models = web.get(f"{cluster.url('router')}/v1/models", timeout=30).json()["data"]
     assert [model["id"] for model in models] == ["tiny"]
 
 
@@ -244,12 +245,12 @@ def test_a_draining_worker_gets_nothing_new(cluster: Cluster) -> None:
     cluster.complete("router", prompt, 2)
     chosen = explain(cluster, prompt)["worker"]
     url = f"{cluster.url('router')}/router/drain"
-    assert httpx.post(url, json={"worker": chosen}, timeout=30).json()["draining"] is True
+    assert web.post(url, json={"worker": chosen}, timeout=30).json()["draining"] is True
     try:
         assert explain(cluster, prompt)["worker"] != chosen
     finally:
-        httpx.post(url, json={"worker": chosen, "drain": False}, timeout=30)
-    assert httpx.post(url, json={"worker": "nobody"}, timeout=30).status_code == 400
+        web.post(url, json={"worker": chosen, "drain": False}, timeout=30)
+    assert web.post(url, json={"worker": "nobody"}, timeout=30).status_code == 400
 
 
 def test_a_worker_that_dies_in_mid_stream_costs_its_clients_nothing_but_time(cluster: Cluster) -> None:
@@ -280,7 +281,7 @@ def test_a_worker_that_dies_in_mid_stream_costs_its_clients_nothing_but_time(clu
 
 def _busiest(cluster: Cluster) -> str:
     """Whoever is in the middle of most streams."""
-    told = httpx.get(f"{cluster.url('router')}/router/workers", timeout=5).json()["workers"]
+    told = web.get(f"{cluster.url('router')}/router/workers", timeout=5).json()["workers"]
     most = max(told, key=lambda worker: worker["in_flight"])
     assert most["in_flight"] > 0, "all streams have ended before anybody could be killed"
     return str(most["name"])
@@ -288,7 +289,7 @@ def _busiest(cluster: Cluster) -> str:
 
 def cluster_answer(cluster: Cluster, body: dict[str, Any]) -> tuple[list[int], str]:
     """What a worker says that nobody disturbs."""
-    choice = httpx.post(f"{cluster.url('f0')}/v1/completions", json=body, timeout=120).json()["choices"][0]
+    choice = web.post(f"{cluster.url('f0')}/v1/completions", json=body, timeout=120).json()["choices"][0]
     return choice["token_ids"], choice["text"]
 
 
@@ -296,8 +297,8 @@ def test_with_nobody_left_clients_are_told_to_come_back(cluster: Cluster) -> Non
     for name in ("w0", "w1"):
         cluster.processes[name].end(signal.SIGKILL)
     url = f"{cluster.url('router')}"
-    wait_for("the router to notice", lambda: httpx.get(f"{url}/health", timeout=5).status_code == 503)
-    answer = httpx.post(f"{url}/v1/completions", json={"prompt": [5, 6, 7]}, timeout=30)
+    wait_for("the router to notice", lambda: web.get(f"{url}/health", timeout=5).status_code == 503)
+    answer = web.post(f"{url}/v1/completions", json={"prompt": [5, 6, 7]}, timeout=30)
     assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
     for name in ("w0", "w1"):
         cluster.processes[name].start()

@@ -22,6 +22,7 @@ from forebay.router.app import make_app
 from forebay.router.router import Router
 from forebay.router.settings import Backend, RouterConfig
 from forebay.router.upstream import Upstreams
+from forebay.testing import web
 from forebay.testing.cluster import wait_for
 
 Answering = Callable[[dict[str, Any]], tuple[int, bytes, dict[str, str]]]
@@ -106,7 +107,7 @@ def failing(status: int, **headers: str) -> Answering:
 
 
 def complete(url: str, **more: Any) -> httpx.Response:
-    return httpx.post(f"{url}/v1/completions", json={"model": "m", "prompt": "abc", **more}, timeout=20)
+    return web.post(f"{url}/v1/completions", json={"model": "m", "prompt": "abc", **more}, timeout=20)
 
 
 def test_another_worker_answers_what_one_cannot() -> None:
@@ -148,20 +149,20 @@ def test_a_worker_that_is_placed_elsewhere_is_asked_there(tmp_path: Path) -> Non
     with Scripted(fine) as old, Scripted(fine) as new, routed(old) as (url, router):
         complete(url)
         there = f"http://127.0.0.1:{new.server.server_address[1]}"
-        told = httpx.post(f"{url}/router/place", json={"worker": "w0", "url": there}, timeout=20)
+        told = web.post(f"{url}/router/place", json={"worker": "w0", "url": there}, timeout=20)
         assert told.json() == {"worker": "w0", "url": there}
         wait_for("the new place", lambda: router.upstreams.all[0].up, 20)
         complete(url)
         assert (len(old.asked), len(new.asked)) == (1, 1)
         for wrong in ({"worker": "w9", "url": there}, {"worker": "w0", "url": "ftp://x"}, {"worker": "w0"}):
-            assert httpx.post(f"{url}/router/place", json=wrong, timeout=20).status_code == 400
+            assert web.post(f"{url}/router/place", json=wrong, timeout=20).status_code == 400
 
 
 def test_what_one_caller_sent_makes_nothing_faster_for_another() -> None:
     with Scripted(fine) as server, routed(server) as (url, router):
         for key in ("a", "b", "a"):
             body = {"model": "m", "prompt": "abc"}
-            httpx.post(f"{url}/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}, timeout=20)
+            web.post(f"{url}/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}, timeout=20)
         assert len(server.tokenised) == 2 and router.prompts.memory.hits == 1
 
 
