@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -58,16 +59,14 @@ def shown(path: Path, node: ast.AST | None = None) -> str:
     return f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
 
 
+@cache
 def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
-TREES = {path: tree(path) for path in SOURCES}
-
-
 def nodes(paths: list[Path]) -> Iterator[tuple[Path, ast.AST]]:
     for path in paths:
-        for node in ast.walk(TREES[path]):
+        for node in ast.walk(tree(path)):
             yield path, node
 
 
@@ -143,9 +142,9 @@ def test_functions_are_short() -> None:
 def test_everything_public_has_a_docstring() -> None:
     wrong = []
     for path in PACKAGE:
-        if TREES[path].body and not ast.get_docstring(TREES[path]):
+        if tree(path).body and not ast.get_docstring(tree(path)):
             wrong.append(shown(path))
-        wrong += [f"{shown(path, node)}: {node.name}" for node in _public(TREES[path]) if not _documented(node)]
+        wrong += [f"{shown(path, node)}: {node.name}" for node in _public(tree(path)) if not _documented(node)]
     assert not wrong, wrong
 
 
@@ -218,7 +217,7 @@ def test_import_arrows_point_one_way(package: str) -> None:
         name = name_of(path)
         if name != package and not name.startswith(prefix):
             continue
-        for node in ast.walk(TREES[path]):
+        for node in ast.walk(tree(path)):
             for imported in _imported(node):
                 if any(imported == bad or imported.startswith(bad + ".") for bad in FORBIDDEN[package]):
                     wrong.append(f"{shown(path, node)}: {imported}")
@@ -233,7 +232,7 @@ def test_nothing_imports_the_workers_but_the_command_line() -> None:
         if name.startswith(("forebay.workers", "forebay.cli", "forebay.testing", "forebay.router")):
             continue
         wrong += [
-            shown(path, node) for node in ast.walk(TREES[path])
+            shown(path, node) for node in ast.walk(tree(path))
             if any(imported.startswith("forebay.workers") for imported in _imported(node))
         ]  # fmt: skip
     assert not wrong, wrong
