@@ -15,6 +15,7 @@ from forebay.cli.places import cache_dir
 from forebay.cli.tiers import host_port
 from forebay.config import Kind, Setting, add_settings, at_least, duration, one_of, path, port, resolve, text
 from forebay.errors import ConfigError
+from forebay.importing import nothing_collected
 from forebay.ipc.sockets import socket_path
 from forebay.tiers.p2p.options import Address
 
@@ -83,7 +84,8 @@ def run(flags: dict[str, Any]) -> int:
     values = resolve("frontend", SETTINGS, flags)
     if values["worker"] is None or values["model"] is None:
         raise ConfigError("a front end needs --worker and --model")
-    from forebay.workers.api.frontend import FrontendConfig, run_frontend
+    with nothing_collected():
+        from forebay.workers.api.frontend import FrontendConfig, run_frontend
 
     values["workers"] = values.pop("worker")
     values["shutdown_s"] = values.pop("shutdown_timeout")

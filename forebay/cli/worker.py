@@ -12,6 +12,7 @@ from typing import Any
 
 from forebay.config import Setting, add_settings, at_least, boolean, duration, one_of, path, resolve, size, text
 from forebay.errors import ConfigError
+from forebay.importing import nothing_collected
 
 RANKS = (
     Setting("tensor_parallel_size", at_least(1), 1, "processes that share the model, each with a part of the weights"),
@@ -76,8 +77,9 @@ def run(flags: dict[str, Any]) -> int:
         raise ConfigError("a worker needs MODEL and --listen, such as --listen unix:///run/forebay/w0.sock")
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read once, when torch is imported
-    from forebay.workers.config import WorkerConfig
-    from forebay.workers.worker import run_worker
+    with nothing_collected():
+        from forebay.workers.config import WorkerConfig
+        from forebay.workers.worker import run_worker
 
     values["ageing_s"] = values.pop("ageing")
     values["lookup_deadline_ms"] = int(1000 * values.pop("lookup_deadline"))

@@ -11,7 +11,10 @@ from forebay.parent import follow_parent
 
 follow_parent(signal.SIGKILL)  # before anything takes time: rank 0 may be dying already
 
-from forebay.workers.ranks.follower import run_follower  # noqa: E402
+from forebay.importing import nothing_collected  # noqa: E402
+
+with nothing_collected():
+    from forebay.workers.ranks.follower import run_follower
 
 code = run_follower(int(sys.argv[1]), int(sys.argv[2]))
 sys.stderr.flush()
