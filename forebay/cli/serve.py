@@ -158,7 +158,8 @@ def _config(values: dict[str, Any], model: Path) -> ServeConfig:
     worker = {
         name: values[name] for name in (
             "dtype", "device", "device_memory", "chunk_tokens", "threads", "max_num_seqs", "max_num_batched_tokens",
-            "max_model_len", "tensor_parallel_size", "trusted_network", "structured_outputs", "trace", "prefixes",
+            "max_model_len", "structured_outputs", "trace", "prefixes",
+            *(setting.name for setting in RANKS if setting.name != "distributed_timeout"),
         )
     }  # fmt: skip
     worker["distributed_timeout"] = f"{values['distributed_timeout']}s"

@@ -16,6 +16,18 @@ from forebay.importing import nothing_collected
 
 RANKS = (
     Setting("tensor_parallel_size", at_least(1), 1, "processes that share the model, each with a part of the weights"),
+    Setting(
+        "decode_context_parallel_size", at_least(1), 1, "of these, how many share out the tokens of the same KV heads"
+    ),
+    Setting("cp_kv_cache_interleave_size", at_least(1), 1, "neighbouring tokens that one of them has"),
+    Setting(
+        "dcp_comm_backend", one_of("ag_rs", "a2a"), "ag_rs",
+        "how their parts come together: all-gather and reduce-scatter, or one all-to-all",
+    ),
+    Setting(
+        "dcp_q_replicate", boolean, False, "have each compute all their queries, rather than send them", shown="no",
+        switch=True,
+    ),
     Setting("trusted_network", text, None, "interface that these may talk over", shown="loopback"),
     Setting("distributed_timeout", duration, 60.0, "how long these wait for one that is stopped or hangs", shown="60s"),
 )

@@ -116,3 +116,12 @@ def refusal(size: int, interleave: int) -> str | None:
             f"{own} tokens of a block that each of {size} ranks has"
         )
     return None
+
+
+def best_of(scores: Tensor, positions: Tensor, count: int) -> Tensor:
+    """The `count` best of candidates from all ranks, int64 [T, count]: the higher of `scores` [T, n] first, of equal
+    ones the lower of `positions` int64 [T, n]. The same on every rank, whatever the order in which candidates came; so
+    are the best of each rank's best those of all."""
+    by_position = positions.sort(dim=1)
+    ranked = scores.gather(1, by_position.indices).sort(dim=1, descending=True, stable=True)
+    return by_position.values.gather(1, ranked.indices[:, :count])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from forebay.kernels.batch import pack_batch
 from forebay.kernels.dispatch import dispatch
+from forebay.kvstore.geometry import RowField
 from forebay.kvstore.identity import GroupGeometry, Namespace, check_namespace
 from forebay.models.base import CausalLM, KVGroup, ModelInfo
 from forebay.scheduler.batch import BatchScheduler
@@ -57,9 +58,15 @@ def namespace_of(info: ModelInfo, dtype: str, weights: bytes, chunk_tokens: int)
 
 def geometries(groups: Sequence[KVGroup], dtype: str) -> tuple[GroupGeometry, ...]:
     """Cache groups as the store names them."""
-    return tuple(
-        GroupGeometry(g.name, g.kind, tuple(g.layers), g.kv_heads, g.head_dim, dtype, g.window) for g in groups
-    )
+    return tuple(_geometry(group, dtype) for group in groups)
+
+
+def _geometry(group: KVGroup, dtype: str) -> GroupGeometry:
+    scale = (RowField("scale", 1, "float32"),) if group.scaled else ()
+    return GroupGeometry(
+        group.name, group.kind, tuple(group.layers), group.kv_heads, group.head_dim,
+        "float8_e4m3fn" if group.scaled else dtype, group.window, beside=scale,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +139,8 @@ def assemble(
     namespace = namespace_of(model.info, dtype_name(model.dtype), weights, config.chunk_tokens)
     shapes = [GroupShape(g, config.chunk_tokens, config.max_num_batched_tokens) for g in namespace.groups]
     # Memory is that of one rank, so what counts is what one has of a block.
-    held = [
-        GroupShape(g, config.chunk_tokens, config.max_num_batched_tokens)
-        for g in geometries(model.held_groups(), dtype_name(model.dtype))
-    ]
-    blocks = divide(held, config.device_memory, config.max_tokens, model.info.max_context)
+    held = [group.granule_bytes(model.dtype) for group in model.held_groups()]
+    blocks = divide(shapes, held, config.device_memory, config.max_tokens, model.info.max_context)
     holdings = Holdings(shapes, blocks, listener)
     by_group = {s.geometry.name: n for s, n in zip(shapes, blocks, strict=True)}
     pools = new_pools(model, by_group)

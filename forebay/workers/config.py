@@ -71,6 +71,16 @@ class WorkerConfig:
     """Compute threads of each rank; 0 leaves it to torch, or divides what it would use among the ranks."""
     tensor_parallel_size: int = 1
     """Processes that share the model: each has a part of the weights and of the KV heads. On CUDA each has a device."""
+    decode_context_parallel_size: int = 1
+    """How many of those processes that would have the same KV share out its positions instead."""
+    cp_kv_cache_interleave_size: int = 1
+    """Neighbouring positions that one of them has."""
+    dcp_comm_backend: Literal["ag_rs", "a2a"] = "ag_rs"
+    """How what they find comes together: all-gather and reduce-scatter, or one all-to-all."""
+    dcp_q_replicate: bool = False
+    """Have each compute the queries of all of them, rather than send them."""
+    prefill_context_parallel_size: int = 1
+    """Sets of such processes that share out the tokens of prompts; each set has everything else."""
     trusted_network: str | None = None
     """Interface that ranks may talk over, if not loopback. What they send is neither encrypted nor authenticated."""
     distributed_timeout_s: float = 60.0
@@ -83,6 +93,11 @@ class WorkerConfig:
     @property
     def model_label(self) -> str:
         return self.label or self.model.name
+
+    @property
+    def ranks(self) -> int:
+        """Processes in all."""
+        return self.tensor_parallel_size * self.prefill_context_parallel_size
 
     def check(self) -> None:
         """Raises ConfigError that names the setting."""
@@ -103,11 +118,30 @@ class WorkerConfig:
             raise ConfigError("lookup_deadline_ms, drain_s, threads and push_queue_bytes can't be negative")
         if self.device != "cpu" and not self.device.startswith("cuda"):
             raise ConfigError(f"device is {self.device!r}; use cpu, cuda or cuda:N")
-        if not 1 <= self.tensor_parallel_size <= WRITERS_MAX:
-            raise ConfigError(f"tensor_parallel_size is {self.tensor_parallel_size}; use 1 to {WRITERS_MAX}")
-        if self.distributed_timeout_s <= 0:
-            raise ConfigError("distributed_timeout must be more than 0")
-        if self.tensor_parallel_size > 1 and ":" in self.device:
-            raise ConfigError(f"device is {self.device!r}, which is one; with tensor_parallel_size > 1 say cuda")
+        self._check_ranks()
         if self.events_replay is not None and self.events is None:
             raise ConfigError("events_replay needs events: there is nothing to replay without a publisher")
+
+    def _check_ranks(self) -> None:
+        if not 1 <= self.tensor_parallel_size <= WRITERS_MAX:
+            raise ConfigError(f"tensor_parallel_size is {self.tensor_parallel_size}; use 1 to {WRITERS_MAX}")
+        sizes = (self.decode_context_parallel_size, self.cp_kv_cache_interleave_size)
+        if min(*sizes, self.prefill_context_parallel_size) < 1:
+            raise ConfigError(
+                "decode_context_parallel_size, cp_kv_cache_interleave_size and prefill_context_parallel_size "
+                "must be at least 1"
+            )
+        if self.ranks > WRITERS_MAX:
+            raise ConfigError(
+                f"tensor_parallel_size {self.tensor_parallel_size} times prefill_context_parallel_size "
+                f"{self.prefill_context_parallel_size} are more ranks than {WRITERS_MAX}"
+            )
+        if self.tensor_parallel_size % self.decode_context_parallel_size:
+            raise ConfigError(
+                f"decode_context_parallel_size {self.decode_context_parallel_size} must divide tensor_parallel_size "
+                f"{self.tensor_parallel_size}: it takes these ranks, and adds none"
+            )
+        if self.distributed_timeout_s <= 0:
+            raise ConfigError("distributed_timeout must be more than 0")
+        if self.ranks > 1 and ":" in self.device:
+            raise ConfigError(f"device is {self.device!r}, which is one; with tensor_parallel_size > 1 say cuda")

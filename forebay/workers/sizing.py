@@ -28,26 +28,31 @@ def _blocks(shape: GroupShape, tokens: int) -> int:
     return max(least, units_of(tokens // WINDOW_SHARE))
 
 
-def bytes_of(shapes: Sequence[GroupShape], blocks: Sequence[int]) -> int:
-    """Bytes that these pools take."""
-    return sum(shape.geometry.granule_bytes * n for shape, n in zip(shapes, blocks, strict=True))
+def bytes_of(block_bytes: Sequence[int], blocks: Sequence[int]) -> int:
+    """Bytes that so many blocks of each group take."""
+    return sum(size * n for size, n in zip(block_bytes, blocks, strict=True))
 
 
-def divide(shapes: Sequence[GroupShape], memory: int, tokens: int | None, max_context: int) -> tuple[int, ...]:
-    """Blocks of each group: for `tokens`, or else as many as `memory` bytes hold. Raises ConfigError if not
-    even a short request would fit."""
+def divide(
+    shapes: Sequence[GroupShape], block_bytes: Sequence[int], memory: int, tokens: int | None, max_context: int
+) -> tuple[int, ...]:
+    """Blocks of each group: for `tokens`, or else as many as `memory` bytes hold, `block_bytes` being what each group's
+    take. Raises ConfigError if not even a short request would fit."""
+
+    def taken(tokens: int) -> int:
+        return bytes_of(block_bytes, blocks_for_tokens(shapes, tokens))
+
     if tokens is None:
         low, high = 0, TOKENS_MAX // MATCH_UNIT
         while low < high:  # the most units whose pools fit
             middle = (low + high + 1) // 2
-            fits = bytes_of(shapes, blocks_for_tokens(shapes, middle * MATCH_UNIT)) <= memory
+            fits = taken(middle * MATCH_UNIT) <= memory
             low, high = (middle, high) if fits else (low, middle - 1)
         tokens = low * MATCH_UNIT
     least = min(max_context, 8 * MATCH_UNIT)
     if tokens < least:
-        needed = bytes_of(shapes, blocks_for_tokens(shapes, least))
         raise ConfigError(
             f"the block pool would hold {tokens} tokens; it needs at least {least} "
-            f"(device_memory of {needed} bytes, or max_tokens {least})"
+            f"(device_memory of {taken(least)} bytes, or max_tokens {least})"
         )
     return blocks_for_tokens(shapes, tokens)

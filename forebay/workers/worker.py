@@ -72,7 +72,7 @@ def run_worker(
         compute = ComputeThread()
         with contextlib.ExitStack() as until_end:
             with _signals_exit():
-                shared = _share(config, compute, path, until_end) if config.tensor_parallel_size > 1 else None
+                shared = _share(config, compute, path, until_end) if config.ranks > 1 else None
                 if shared is None:
                     model, weights = compute.call(lambda: (load or _load_checkpoint)(config))
                 else:
@@ -206,6 +206,7 @@ class Worker:
         values.update(self._events.stats())
         if self._shared is not None:
             values["ranks"], values["ranks.orders"] = self._shared.crew.size, self._shared.crew.orders
+            values.update(self._shared.traffic.figures())
         values["frontends"] = self._server.connections if self._server is not None else 0
         return WorkerStats(values=values, store=self.parts.store_state())
 

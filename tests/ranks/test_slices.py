@@ -9,6 +9,7 @@ import torch
 
 from forebay.kvstore.identity import GroupGeometry, Namespace
 from forebay.kvstore.layout import View
+from forebay.models.parallel import Parallel
 from forebay.workers.ranks.moving import shard_of, slices_of, writers_of
 from forebay.workers.ranks.slices import Slices, checksums
 
@@ -42,7 +43,7 @@ def written_by(spec: Namespace, size: int, blocks: list[int]) -> bytearray:
     """The payload that ranks write together."""
     whole = whole_pool(spec)
     payload = bytearray(len(blocks) * spec.groups[0].granule_bytes)
-    for rank in writers_of(spec, size)[0]:
+    for rank in writers_of(spec, Parallel(size))[0]:
         pool = pool_of(spec, whole, rank, size)
         Slices(View(spec, 0, shard_of(rank, size)), pool).store(blocks, memoryview(payload))
     return payload
@@ -74,7 +75,7 @@ def test_each_rank_gets_its_heads_back(kv_heads: int, size: int, latent: bool) -
 
 @pytest.mark.parametrize(("kv_heads", "size", "writers"), [(4, 4, 4), (4, 2, 2), (2, 4, 2), (1, 4, 1), (2, 8, 2)])
 def test_of_ranks_that_hold_the_same_one_writes(kv_heads: int, size: int, writers: int) -> None:
-    found = writers_of(namespace(kv_heads), size)[0]
+    found = writers_of(namespace(kv_heads), Parallel(size))[0]
     assert len(found) == writers and found[0] == 0, "rank 0 is always one of them: it commits"
 
 
@@ -83,7 +84,7 @@ def test_through_a_buffer_it_is_the_same(kv_heads: int, size: int) -> None:
     """As an accelerator's pool is reached."""
     spec, whole = namespace(kv_heads), whole_pool(namespace(kv_heads))
     payload = bytearray(2 * spec.groups[0].granule_bytes)
-    for rank in writers_of(spec, size)[0]:
+    for rank in writers_of(spec, Parallel(size))[0]:
         view = View(spec, 0, shard_of(rank, size))
         Slices(view, pool_of(spec, whole, rank, size), staged=True).store([6, 2], memoryview(payload))
     assert payload == written_by(spec, 1, [6, 2])

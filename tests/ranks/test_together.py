@@ -22,6 +22,7 @@ from forebay.errors import StoreUnavailable
 from forebay.kvstore.client import StoreClient
 from forebay.kvstore.identity import Chain, GroupGeometry, Namespace, pack_tokens, root_key
 from forebay.kvstore.protocol import ChunkRead, NewChunk
+from forebay.models.parallel import Parallel
 from forebay.testing.cluster import wait_for
 from forebay.workers.counters import Counters
 from forebay.workers.moves import Push, Pushed
@@ -123,7 +124,7 @@ def both(folder: Path, request: pytest.FixtureRequest) -> Iterator[Both]:
     queue = PushQueue(1 << 20, counters)
     copier = LeadCopier(crew, client, 0, slices_of(SPEC, {"full": pools[0]}, shard_of(0, SIZE))[0])
     pusher = SharedPusher(client, queue, [copier], counters, pushed.append)
-    pusher.share(crew, client, [copier], writers_of(SPEC, SIZE))
+    pusher.share(crew, client, [copier], writers_of(SPEC, Parallel(SIZE)))
     yield Both(crew, client, copier, pusher, queue, counters, pushed, rank1, pools, request.node.name.encode())
     mine.close()
     thread.join(20)

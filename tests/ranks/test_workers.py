@@ -55,6 +55,7 @@ class Case:
     prompts: list[list[int]]
     answers: list[list[int]]
     oracle: PrefixOracle
+    output: int = OUTPUT
 
     def ask(self, worker: Worker, which: slice) -> int:
         """Ask these prompts; each answer must be the reference's, each hit exact. Returns the cached tokens."""
@@ -62,7 +63,7 @@ class Case:
         for number, (prompt, answer) in enumerate(zip(self.prompts[which], self.answers[which], strict=True)):
             expected = self.oracle.cached(prompt)
             worker.front.heard.clear()
-            heard = worker.front.ask(f"r{number}", prompt, OUTPUT)
+            heard = worker.front.ask(f"r{number}", prompt, self.output)
             assert heard.tokens == answer, f"{len(prompt)} tokens: another answer"
             assert heard.started is not None and heard.started.cached_tokens == expected, len(prompt)
             self.oracle.computed(prompt, answer)

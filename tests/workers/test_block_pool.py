@@ -151,22 +151,31 @@ def test_first_unit_keeps_the_window_and_the_open_chunk(
 
 def test_memory_is_divided_so_that_windows_get_what_resume_points_need() -> None:
     shapes = [GroupShape(geometry("full"), 256, 512), GroupShape(geometry("window", 512), 256, 512)]
-    full, window = divide(shapes, 64 << 20, None, 32768)
-    assert bytes_of(shapes, (full, window)) <= 64 << 20
-    assert bytes_of(shapes, blocks_for_tokens(shapes, (full + 8) * 16)) > 64 << 20, "and no byte is wasted"
+    sizes = [shape.geometry.granule_bytes for shape in shapes]
+    full, window = divide(shapes, sizes, 64 << 20, None, 32768)
+    assert bytes_of(sizes, (full, window)) <= 64 << 20
+    assert bytes_of(sizes, blocks_for_tokens(shapes, (full + 8) * 16)) > 64 << 20, "and no byte is wasted"
     assert window == pytest.approx(full / 4, rel=0.01)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_that_share_out_positions_have_as_many_times_the_tokens(ranks: int) -> None:
+    shapes = [GroupShape(geometry("full"), 256, 512)]
+    whole = shapes[0].geometry.granule_bytes
+    (alone,), (each,) = (divide(shapes, [size], 64 << 20, None, 32768) for size in (whole, whole // ranks))
+    assert ranks * alone <= each < ranks * (alone + 1)
 
 
 def test_max_tokens_says_exactly_what_the_full_group_holds() -> None:
     shapes = [GroupShape(geometry("full"), 32, 64), GroupShape(geometry("window", 40), 32, 64)]
-    full, window = divide(shapes, 1, 1000, 32768)
+    full, window = divide(shapes, [1, 1], 1, 1000, 32768)
     assert full == 64 and all(s.footprint(1000) <= n for s, n in zip(shapes, (full, window), strict=True))
 
 
 def test_too_little_memory_is_refused_with_the_amount_that_would_do() -> None:
     shapes = [GroupShape(geometry("full"), 32, 64)]
     with pytest.raises(ConfigError, match="device_memory of"):
-        divide(shapes, 100, None, 32768)
+        divide(shapes, [shapes[0].geometry.granule_bytes], 100, None, 32768)
 
 
 @pytest.mark.parametrize(("change", "words"), [
@@ -176,6 +185,10 @@ def test_too_little_memory_is_refused_with_the_amount_that_would_do() -> None:
     ({"events_replay": "tcp://127.0.0.1:0"}, "events_replay needs events"),
     ({"max_waiting": 0}, "at least 1"),
     ({"tensor_parallel_size": 65}, "use 1 to 64"),
+    ({"tensor_parallel_size": 4, "decode_context_parallel_size": 3}, "must divide tensor_parallel_size 4"),
+    ({"decode_context_parallel_size": 2}, "must divide tensor_parallel_size 1"),
+    ({"cp_kv_cache_interleave_size": 0}, "must be at least 1"),
+    ({"tensor_parallel_size": 32, "prefill_context_parallel_size": 4}, "more ranks than 64"),
     ({"tensor_parallel_size": 2, "device": "cuda:1"}, "with tensor_parallel_size > 1 say cuda"),
     ({"distributed_timeout_s": 0.0}, "distributed_timeout must be more than 0"),
 ])  # fmt: skip

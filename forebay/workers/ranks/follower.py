@@ -39,7 +39,7 @@ from forebay.workers.ranks.messages import (
     Step,
     ToFollower,
 )
-from forebay.workers.ranks.moving import Follower, shard_of
+from forebay.workers.ranks.moving import Follower, rank_shard
 from forebay.workers.ranks.progress import Progress
 from forebay.workers.ranks.steps import unpack_step
 
@@ -79,7 +79,7 @@ def _socket(descriptor: int) -> socket.socket:
 def _serve(start: Start, steps: Channel[Loaded, ToFollower], moves: Channel[Done, Order]) -> None:
     """Ends by RankLost, when rank 0 closes its ends."""
     torch.set_num_threads(start.threads)
-    ranks, device = ProcessRanks(start.rank, start.size), torch.device(start.device)
+    ranks, device = ProcessRanks(start.rank, start.parallel.size, start.parallel), torch.device(start.device)
     dtype: torch.dtype = getattr(torch, start.dtype)
     model = load_model(Path(start.directory), dtype=dtype, device=device, ranks=ranks)
     steps.send(Loaded())
@@ -89,8 +89,9 @@ def _serve(start: Start, steps: Channel[Loaded, ToFollower], moves: Channel[Done
     pools = model.new_pools(asked.blocks)
     for pool in pools.values():
         pool.fill_(0)  # every page is touched once, now rather than on the way to the first token
-    progress, shard = Progress(), shard_of(start.rank, start.size)
-    follower = Follower(decode_namespace(asked.namespace), asked.label, shard, pools, progress, start.patience_s)
+    progress, namespace = Progress(), decode_namespace(asked.namespace)
+    shard = rank_shard(namespace, start.rank, start.parallel)
+    follower = Follower(namespace, asked.label, shard, pools, progress, start.patience_s)
     threading.Thread(target=_copy, args=(follower, moves), name="copies", daemon=True).start()
     steps.send(Loaded())
     _compute(model, pools, steps, progress)

@@ -17,6 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forebay.errors import NotWritable
+from forebay.models.parallel import Parallel
+from forebay.models.traffic import Traffic
+from forebay.workers.ranks.context import ProcessContext
 
 STORE_FILE = "ranks"
 
@@ -24,8 +27,12 @@ STORE_FILE = "ranks"
 class ProcessRanks:
     """See `forebay.models.ranks.Ranks`. `meet` comes before the first collective; all are called from one thread."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, parallel: Parallel | None = None) -> None:
         self._rank, self._size = rank, size
+        self.parallel = parallel or Parallel(tp=size)
+        self.traffic = Traffic()
+        shares = self.parallel.dcp > 1
+        self.context = ProcessContext(self.parallel, rank, self.traffic) if shares else None
 
     @property
     def rank(self) -> int:
@@ -47,6 +54,19 @@ class ProcessRanks:
         )
         # The first collective connects: afterwards nobody needs the folder.
         self.sum(torch.zeros(1, device=device))
+        if self.context is not None:
+            self._meet_sharing(self.context, device)
+
+    def _meet_sharing(self, context: ProcessContext, device: torch.device) -> None:
+        """Everybody makes every set of ranks that share positions, in the same order."""
+        if self.parallel.dcp == self._size:
+            return
+        for first in range(0, self._size, self.parallel.dcp):
+            ranks = self.parallel.sharing(first)
+            group = dist.new_group(ranks)
+            if self._rank in ranks:
+                context.meet(group)
+        context.all_gather(torch.zeros(1, device=device))
 
     def part(self) -> None:
         """End what `meet` began. No collective may be under way."""
@@ -55,11 +75,13 @@ class ProcessRanks:
 
     def sum(self, x: Tensor) -> Tensor:
         """See `Ranks`."""
+        self.traffic.add("sum", x.numel() * x.element_size())
         dist.all_reduce(x)
         return x
 
     def gather(self, x: Tensor) -> Tensor | None:
         """See `Ranks`."""
+        self.traffic.add("logits", x.numel() * x.element_size() if self._rank else 0)
         if self._rank:
             dist.gather(x, dst=0)
             return None

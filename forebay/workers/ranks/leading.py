@@ -15,7 +15,9 @@ from forebay.errors import ConfigError
 from forebay.kernels.batch import Batch
 from forebay.kvstore.identity import Namespace, encode_namespace
 from forebay.models.base import CausalLM, KVGroup
-from forebay.models.loading import check_ranks
+from forebay.models.loading import check_ranks, read_info
+from forebay.models.parallel import Parallel, check_parallel
+from forebay.models.traffic import Traffic
 from forebay.workers.checkpoint import Checkpoint, find_checkpoint, fingerprint, load_found
 from forebay.workers.compute import ComputeThread
 from forebay.workers.config import WorkerConfig
@@ -25,7 +27,7 @@ from forebay.workers.ranks.copying import LeadCopier
 from forebay.workers.ranks.crew import Crew
 from forebay.workers.ranks.group import ProcessRanks, rendezvous
 from forebay.workers.ranks.messages import Meet, Pools, Start
-from forebay.workers.ranks.moving import shard_of, slices_of, writers_of
+from forebay.workers.ranks.moving import rank_shard, slices_of, writers_of
 from forebay.workers.ranks.network import ranks_interface, use_interface
 from forebay.workers.ranks.pushing import SharedPusher
 from forebay.workers.ranks.steps import move_batch, pack_step
@@ -62,11 +64,14 @@ class LeadingModel(CausalLM):
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What a worker with several ranks is made of: rank 0's model, the weights' fingerprint, the other ranks."""
+    """What a worker with several ranks is made of: rank 0's model, the weights' fingerprint, the other ranks, what each
+    of them is, and what this one has sent."""
 
     model: LeadingModel
     weights: bytes
     crew: Crew
+    parallel: Parallel
+    traffic: Traffic
 
     def make_pools(self, namespace: Namespace, label: str, blocks: Mapping[str, int]) -> None:
         """Have the other ranks make their KV pools. Blocks until they have. Raises RankLost."""
@@ -77,13 +82,13 @@ class Shared:
         self, address: str, namespace: Namespace, shapes: Sequence[GroupShape], pools: Mapping[str, Tensor]
     ) -> Doors:
         """How this worker's bytes come from the store and go there."""
-        client, shard = LeadClient(address, self.crew), shard_of(0, self.crew.size)
+        client, shard = LeadClient(address, self.crew), rank_shard(namespace, 0, self.parallel)
         copiers = [
             LeadCopier(self.crew, client, group, slices)
             for group, slices in enumerate(slices_of(namespace, pools, shard))
         ]
         assert len(copiers) == len(shapes)
-        writers = writers_of(namespace, self.crew.size)
+        writers = writers_of(namespace, self.parallel)
 
         def pusher(*arguments: object) -> SharedPusher:
             made = SharedPusher(*arguments)  # type: ignore[arg-type]
@@ -99,16 +104,18 @@ def shared_model(config: WorkerConfig, compute: ComputeThread, socket: Path) -> 
 
     Call it on the main thread. Raises ForebayError with the remedy for whatever can't be split, found or started.
     """
-    size = config.tensor_parallel_size
+    parallel = parallel_of(config)
+    size = parallel.size
     use_interface(ranks_interface(config.trusted_network))
     found = compute.call(lambda: find_checkpoint(config))
-    check_ranks(found.directory, size)
+    check_ranks(found.directory, parallel.tp)
+    check_parallel(read_info(found.directory), parallel)
     devices = _devices(found.device, size)
-    crew, ranks = Crew(size, config.distributed_timeout_s), ProcessRanks(0, size)
+    crew, ranks = Crew(size, config.distributed_timeout_s), ProcessRanks(0, size, parallel)
     try:
         with rendezvous(socket) as folder:
             threads = compute.call(lambda: _divide_threads(config.threads, size))
-            crew.start([_start(found, crew, rank, devices[rank], threads, folder) for rank in range(1, size)])
+            crew.start([_start(found, crew, rank, parallel, devices[rank], threads, folder) for rank in range(1, size)])
             mine = replace(found, device=devices[0])
             model = compute.call(lambda: load_found(mine, ranks))
             weights = compute.call(lambda: fingerprint(config))
@@ -116,16 +123,26 @@ def shared_model(config: WorkerConfig, compute: ComputeThread, socket: Path) -> 
             crew.tell(Meet())
             compute.call(lambda: ranks.meet(folder, devices[0], crew.patience_s))
         log.info("%d ranks share %s: processes %s", size, config.model_label, ", ".join(map(str, crew.pids)))
-        yield Shared(LeadingModel(model, crew), weights, crew)
+        yield Shared(LeadingModel(model, crew), weights, crew, parallel, ranks.traffic)
     finally:
         crew.close()
         if not crew.lost:  # else a collective may hang: it ends with the process
             ranks.part()
 
 
-def _start(found: Checkpoint, crew: Crew, rank: int, device: torch.device, threads: int, folder: Path) -> Start:
+def parallel_of(config: WorkerConfig) -> Parallel:
+    """What its ranks are."""
+    return Parallel(
+        config.tensor_parallel_size, config.decode_context_parallel_size, config.prefill_context_parallel_size,
+        config.cp_kv_cache_interleave_size, config.dcp_comm_backend, config.dcp_q_replicate,
+    )  # fmt: skip
+
+
+def _start(
+    found: Checkpoint, crew: Crew, rank: int, parallel: Parallel, device: torch.device, threads: int, folder: Path
+) -> Start:
     return Start(
-        rank=rank, size=crew.size, directory=str(found.directory), dtype=str(found.dtype).removeprefix("torch."),
+        rank=rank, parallel=parallel, directory=str(found.directory), dtype=str(found.dtype).removeprefix("torch."),
         device=str(device), threads=threads, rendezvous=str(folder), patience_s=crew.patience_s,
     )  # fmt: skip
 

@@ -6,6 +6,7 @@ import msgspec
 
 from forebay.ipc.framing import Codec
 from forebay.kvstore.protocol import NewChunk
+from forebay.models.parallel import Parallel
 
 FRAME_BYTES_MAX = 256 << 20
 """A step's block tables are its largest part: 256 requests of a million tokens have 64 MiB of them."""
@@ -16,7 +17,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     wait for one another."""
 
     rank: int
-    size: int
+    parallel: Parallel
     directory: str
     dtype: str
     device: str

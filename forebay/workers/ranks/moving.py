@@ -13,13 +13,15 @@ from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from forebay.errors import ForebayError, StoreUnavailable
 from forebay.kvstore.client import AsyncStoreClient
-from forebay.kvstore.identity import Namespace
+from forebay.kvstore.identity import GroupGeometry, Namespace
 from forebay.kvstore.layout import Shard, View
 from forebay.kvstore.protocol import Slot, Written
+from forebay.models.parallel import Parallel
 from forebay.workers.pushing import ANSWER_S
 from forebay.workers.ranks.channel import Channel
 from forebay.workers.ranks.messages import Attach, Detach, Done, Fill, Finish, Load, Order, Place, Share
@@ -50,7 +52,10 @@ class _Part:
 
 def slices_of(namespace: Namespace, pools: Mapping[str, Tensor], shard: Shard) -> list[Slices]:
     """Of every group, in order."""
-    return [Slices(View(namespace, index, shard), pools[group.name]) for index, group in enumerate(namespace.groups)]
+    return [
+        Slices(View(namespace, index, group_shard(group, shard)), pools[group.name])
+        for index, group in enumerate(namespace.groups)
+    ]
 
 
 class Follower:
@@ -166,9 +171,38 @@ def shard_of(rank: int, size: int) -> Shard:
     return Shard(tp_rank=rank, tp_size=size)
 
 
-def writers_of(namespace: Namespace, size: int) -> list[Sequence[int]]:
+def rank_shard(namespace: Namespace, rank: int, parallel: Parallel) -> Shard:
+    """The same of one that may share positions or prompts with others."""
+    shard = replace(
+        shard_of(parallel.tensor_rank(rank), parallel.tp),
+        pcp_rank=parallel.prefill_rank(rank), pcp_size=parallel.pcp,
+    )  # fmt: skip
+    if parallel.dcp == 1:
+        return shard
+    dealing = parallel.dealing(rank)
+    windows = tuple(group.name for group in namespace.groups if group.window is not None)
+    return replace(
+        shard, dcp_rank=dealing.rank, dcp_size=dealing.size, dcp_ranks="tp", interleave=dealing.interleave,
+        undivided=windows, block_tokens=dealing.block_tokens,
+    )  # fmt: skip
+
+
+def group_shard(group: GroupGeometry, shard: Shard) -> Shard:
+    """What holds of one group: the blocks of one whose positions aren't dealt out have all of them."""
+    if shard.divides(group):
+        return shard
+    whole = Shard()
+    return replace(
+        shard, dcp_rank=0, dcp_size=1, dcp_ranks=whole.dcp_ranks, interleave=1, undivided=(),
+        block_tokens=whole.block_tokens,
+    )  # fmt: skip
+
+
+def writers_of(namespace: Namespace, parallel: Parallel) -> list[Sequence[int]]:
     """By group, the ranks that write: of those that hold the same bytes only one does."""
-    return [
-        [rank for rank in range(size) if View(namespace, group, shard_of(rank, size)).writes]
-        for group in range(len(namespace.groups))
-    ]
+
+    def writes(index: int, rank: int) -> bool:
+        shard = group_shard(namespace.groups[index], rank_shard(namespace, rank, parallel))
+        return View(namespace, index, shard).writes
+
+    return [[rank for rank in range(parallel.size) if writes(index, rank)] for index in range(len(namespace.groups))]
