@@ -12,7 +12,6 @@ from torch import Tensor
 
 from forebay.kernels.batch import pack_batch
 from forebay.kernels.dispatch import dispatch
-from forebay.kvstore.geometry import RowField
 from forebay.kvstore.identity import GroupGeometry, Namespace, check_namespace
 from forebay.models.base import CausalLM, KVGroup, ModelInfo
 from forebay.scheduler.batch import BatchScheduler
@@ -58,15 +57,9 @@ def namespace_of(info: ModelInfo, dtype: str, weights: bytes, chunk_tokens: int)
 
 def geometries(groups: Sequence[KVGroup], dtype: str) -> tuple[GroupGeometry, ...]:
     """Cache groups as the store names them."""
-    return tuple(_geometry(group, dtype) for group in groups)
-
-
-def _geometry(group: KVGroup, dtype: str) -> GroupGeometry:
-    scale = (RowField("scale", 1, "float32"),) if group.scaled else ()
-    return GroupGeometry(
-        group.name, group.kind, tuple(group.layers), group.kv_heads, group.head_dim,
-        "float8_e4m3fn" if group.scaled else dtype, group.window, beside=scale,
-    )  # fmt: skip
+    return tuple(
+        GroupGeometry(g.name, g.kind, tuple(g.layers), g.kv_heads, g.head_dim, dtype, g.window) for g in groups
+    )
 
 
 @dataclass(frozen=True, slots=True)
