@@ -34,6 +34,7 @@ PROMPT_TOKENS = 4096
 RESAMPLES = 4000
 OVERHEAD_MAX = 1.02
 ARCHITECTURES = {"gemma3_text": ["Gemma3ForCausalLM"], "llama": ["LlamaForCausalLM"], "qwen3": ["Qwen3ForCausalLM"]}
+UNITS = {"throughput": "tok/s", "found": "% of tokens", "CPU": "s"}
 DEVICE_BLOCKS = 192
 """Of vLLM's 128 tokens: enough for the longest request, as vLLM demands, and too few for all conversations."""
 
@@ -251,24 +252,39 @@ def agent_trace(report: Report, setup: Setup, args: argparse.Namespace) -> None:
 
 
 def bench(report: Report, setup: Setup, args: argparse.Namespace) -> None:
-    """vLLM's own load generator: prompts of which several have the same prefix."""
-    for side in sides(setup, args):
+    """vLLM's own load generator: prompts of which several have the same prefix, more than the device holds."""
+    small = replace(setup, blocks=DEVICE_BLOCKS)
+    results: dict[str, dict[str, float]] = {}
+    for side in sides(small, args):
         with standing(side):
             _warm(side)
-            out = side.folder / "bench.json"
-            subprocess.run(
-                [
-                    str(setup.vllm), "bench", "serve", "--backend", "vllm", "--base-url", side.url, "--model", "m",
-                    "--tokenizer", str(setup.model), "--dataset-name", "prefix_repetition", "--num-prompts", "48",
-                    "--prefix-repetition-prefix-len", "1024", "--prefix-repetition-suffix-len", "256",
-                    "--prefix-repetition-num-prefixes", "8", "--prefix-repetition-output-len", "16",
-                    "--max-concurrency", "2", "--ignore-eos", "--save-result", "--result-filename", str(out),
-                ],
-                check=True, stdout=subprocess.DEVNULL, env=os.environ | {"HF_HUB_OFFLINE": "1"},
-            )  # fmt: skip
-            result = json.loads(out.read_text())
-        for what, unit in (("median_ttft_ms", "ms"), ("p99_ttft_ms", "ms"), ("total_token_throughput", "tok/s")):
-            report.add(Measure(f"bench serve: {side.name}, {what}", float(result[what]), unit))
+            results[side.name] = _generated(side, small)
+    for name, figures in results.items():
+        for what, value in figures.items():
+            beside = results["lmcache"][what] if name == "forebay" and "lmcache" in results else None
+            unit, ratio = UNITS.get(what, "ms"), value / beside if beside else None
+            report.add(Measure(f"bench serve: {name}, {what}", value, unit, peer=beside, ratio=ratio))
+
+
+def _generated(side: Side, setup: Setup) -> dict[str, float]:
+    """One run of the generator, as its result file has it; CPU seconds are the servers' alone."""
+    out, before, cached = side.folder / "bench.json", side.cpu_s(), side.cached_tokens()
+    subprocess.run(
+        [
+            str(setup.vllm), "bench", "serve", "--backend", "vllm", "--base-url", side.url, "--model", "m",
+            "--tokenizer", str(setup.model), "--dataset-name", "prefix_repetition", "--num-prompts", "96",
+            "--prefix-repetition-prefix-len", "1536", "--prefix-repetition-suffix-len", "256",
+            "--prefix-repetition-num-prefixes", "12", "--prefix-repetition-output-len", "16",
+            "--max-concurrency", "2", "--ignore-eos", "--save-result", "--result-filename", str(out),
+        ],
+        check=True, stdout=subprocess.DEVNULL, env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    result = json.loads(out.read_text())
+    return {
+        "first token p50": float(result["median_ttft_ms"]), "first token p99": float(result["p99_ttft_ms"]),
+        "throughput": float(result["total_token_throughput"]), "CPU": side.cpu_s() - before,
+        "found": 100 * (side.cached_tokens() - cached) / float(result["total_input_tokens"]),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from forebay.kvstore.client import StoreClient
 
 START_S = 900.0
 STOP_S = 30.0
+HITS = ("vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total")
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -131,6 +133,12 @@ class Side:
     def cpu_s(self) -> float:
         """CPU seconds that all processes of this side have used."""
         return sum(session_cpu_s(process.pid) for process in (self.server, self.peer) if process is not None)
+
+    def cached_tokens(self) -> float:
+        """Prompt tokens that vLLM has found so far, on the device and behind it, by its own counters."""
+        text = self.client.get(f"{self.url}/metrics").text
+        families = text_string_to_metric_families(text)
+        return sum(one.value for family in families for one in family.samples if one.name in HITS)
 
     def forget_device(self) -> None:
         """Empty vLLM's own prefix cache."""
