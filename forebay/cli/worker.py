@@ -28,6 +28,14 @@ RANKS = (
         "dcp_q_replicate", boolean, False, "have each compute all their queries, rather than send them", shown="no",
         switch=True,
     ),
+    Setting(
+        "enable_expert_parallel", boolean, False, "deal out experts to these whole, not a part of each to all",
+        shown="no", switch=True,
+    ),
+    Setting(
+        "all2all_backend", one_of("allgather_reducescatter", "alltoall"), "allgather_reducescatter",
+        "how tokens come to their experts, and the outcome back",
+    ),
     Setting("trusted_network", text, None, "interface that these may talk over", shown="loopback"),
     Setting("distributed_timeout", duration, 60.0, "how long these wait for one that is stopped or hangs", shown="60s"),
 )

@@ -53,11 +53,18 @@ class Capability:
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+EXACT = (torch.float32,)
 CAPABILITIES = {
     "attend": Capability(FLOATS, FP8, widest=256),
     "latent": Capability(FLOATS, FP8, widest=1024),
     "move": Capability((torch.uint8,)),
     "hot": Capability((torch.int64,)),
+    "norm": Capability(EXACT, widest=65536),
+    "turn": Capability(FLOATS, FP8, widest=1024),
+    "activate": Capability(FLOATS),
+    "route": Capability(EXACT, widest=4096),
+    "experts": Capability(FLOATS, (*FP8, torch.uint8)),
+    "choose": Capability(EXACT),
 }
 
 
@@ -92,10 +99,23 @@ class Dispatch:
         wide = computed.shape[-1] > CAPABILITIES[operation].widest
         key = (operation, stored.device, computed.dtype, stored.dtype, wide)
         with self._lock:
-            form = self._decided.get(key)
-            if form is None:
-                form = self._decided[key] = self._decide(Facts(*key))
+            form = self._decided.get(key) or self._decide_once(key)
             self._executed[operation, form] += 1
+        return form
+
+    def foresee(self, operation: str, computed: torch.dtype, stored: torch.dtype, device: torch.device) -> Form:
+        """The form that will run, so that what it needs can be laid out for it. Counts nothing; raises as `choose`."""
+        with self._lock:
+            key = (operation, device, computed, stored, False)
+            return self._decided.get(key) or self._decide_once(key)
+
+    def ran(self, operation: str, form: Form, times: int = 1) -> None:
+        """Count what was not for a kernel to decide: a case that the operation's definition leaves to another form."""
+        with self._lock:
+            self._executed[operation, form] += times
+
+    def _decide_once(self, key: Key) -> Form:
+        form = self._decided[key] = self._decide(Facts(*key))
         return form
 
     def _decide(self, facts: Facts) -> Form:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forebay.kernels.dispatch import dispatch
 from forebay.kernels.formats import unpack_mxfp4, unscale_fp8
 from forebay.kernels.moe import Routes, clamped_swiglu
 
@@ -92,10 +93,10 @@ def expert_products(x: Tensor, stack: Stack, chosen: Tensor, weights: Tensor | N
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """"swiglu": silu(gate) * up. "clamped": gpt-oss's, gate and up alternating. "situ": both sides bent by tanh, at
-    `beta` and `linear`. Otherwise gate and up lie side by side."""
+    """"swiglu": silu(gate) * up, "geglu" the same with gelu, by tanh. "clamped": gpt-oss's, gate and up alternating.
+    "situ": both sides bent by tanh, at `beta` and `linear`. Otherwise gate and up lie side by side."""
 
-    kind: Literal["swiglu", "clamped", "situ"] = "swiglu"
+    kind: Literal["swiglu", "clamped", "situ", "geglu"] = "swiglu"
     alpha: float = 1.702
     limit: float = 7.0
     beta: float = 4.0
@@ -107,9 +108,20 @@ class Activation:
             return clamped_swiglu(gate_up, alpha=self.alpha, limit=self.limit)
         gate, up = gate_up.chunk(2, dim=-1)
         if self.kind == "swiglu":
-            return F.silu(gate) * up
+            return F.silu(gate).mul_(up)
+        if self.kind == "geglu":
+            return F.gelu(gate, approximate="tanh").mul_(up)
         bent = self.beta * torch.tanh(gate / self.beta) * torch.sigmoid(gate)
         return bent * self.linear * torch.tanh(up / self.linear)
+
+
+def activate(gate_up: Tensor, act: Activation) -> Tensor:
+    """`act(gate_up)`, by torch or by the kernel, as `forebay.kernels.dispatch` says."""
+    if dispatch().choose("activate", gate_up, gate_up) == "triton":
+        from forebay.kernels import forms
+
+        return forms.activate(gate_up, act)
+    return act(gate_up)
 
 
 def with_shared(routes: Routes, experts: int, shared: int, weight: float = 1.0) -> Routes:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forebay.kernels.gpu import library
+
 MX_GROUP = 32
 """Values that share a scale in MXFP4."""
 
@@ -19,6 +21,9 @@ FP8_GROUP = 128
 """Values of a row of activations that share a scale."""
 
 FP8_MAX = 448.0
+
+FNUZ_MAX = 240.0
+"""The largest number of the older AMD FP8."""
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MX_BIAS = 127
@@ -89,3 +94,9 @@ def as_fnuz(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     bits = values.view(torch.uint8)
     bits = torch.where(bits == _MINUS_ZERO, 0, bits)
     return bits.view(torch.float8_e4m3fnuz), scales * 2
+
+
+def own_fp8(device: torch.device) -> torch.dtype:
+    """The FP8 (e4m3) that a device computes with: e4m3fnuz on AMD's gfx94x, e4m3fn elsewhere."""
+    older = library.architecture(device).startswith("gfx94")
+    return torch.float8_e4m3fnuz if older else torch.float8_e4m3fn

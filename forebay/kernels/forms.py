@@ -9,14 +9,29 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.batch import Batch
+from forebay.kernels.experts import Activation, Stack
 from forebay.kernels.gpu import library
 from forebay.kernels.gpu.attend import Tiling, attend
+from forebay.kernels.gpu.choose import choose
+from forebay.kernels.gpu.experts import Sizes
+from forebay.kernels.gpu.experts import activate as activate_rows
+from forebay.kernels.gpu.experts import mix as mix_stacks
 from forebay.kernels.gpu.latent import attend_latents
 from forebay.kernels.gpu.move import move
+from forebay.kernels.gpu.norm import add_norm
+from forebay.kernels.gpu.rotary import norm_rotate_write, rotate_
+from forebay.kernels.gpu.route import route
+from forebay.kernels.moe import Routes
 from forebay.kernels.moving import Pattern
 from forebay.kernels.paged import Scores
 from forebay.kernels.ragged import Ragged, of_batch
+from forebay.kernels.rotary import Turn
 from forebay.kernels.tuning.tables import sizes_for
+
+__all__ = [
+    "activate", "add_norm", "choose", "latent_attention", "mix", "move_granules", "norm_rotate_write",
+    "paged_attention", "rotate", "route",
+]  # fmt: skip
 
 
 def paged_attention(q: Tensor, pool: Tensor, layer: int, batch: Batch, group: str, scores: Scores) -> Tensor:
@@ -83,3 +98,23 @@ def move_granules(pool: Tensor, blocks: Tensor, granules: Tensor, *, store: bool
     move(pattern, granules.view(-1), buffers, store=store)
     if buffers.device.type == "cuda":
         torch.cuda.current_stream(buffers.device).synchronize()
+
+
+def rotate(x: Tensor, turn: Turn) -> Tensor:
+    """x [T, heads, dim], of any strides, rotated: a new tensor."""
+    out = x.clone(memory_format=torch.contiguous_format)
+    rotate_(out, turn)
+    return out
+
+
+def activate(gate_up: Tensor, act: Activation) -> Tensor:
+    """See `forebay.kernels.experts.activate`."""
+    return activate_rows(gate_up.contiguous(), act)
+
+
+def mix(x: Tensor, routes: Routes, up: Stack, down: Stack, act: Activation) -> Tensor:
+    """See `forebay.kernels.experts.mix`; experts that are elsewhere are -1 in `routes`."""
+    count = up.values.shape[0]
+    each = -(-routes.experts.numel() // count)
+    sizes = sizes_for(library.architecture(x.device), f"experts.{up.form}", Sizes, each=each)
+    return mix_stacks(x.contiguous(), routes, up, down, act, sizes)

@@ -78,20 +78,26 @@ def _in_best_groups(worth: Tensor, routing: Routing) -> Tensor:
 
 
 def mix_experts(x: Tensor, routes: Routes, experts: int, expert: Expert) -> Tensor:
-    """sum_k weight_k * expert_k(x) for x [T, hidden], in the dtype of the weights.
+    """sum_k weight_k * expert_k(x) for x [T, hidden], in the dtype of the weights; an expert of -1 gives nothing.
 
     Every expert that has tokens is called once, with all of its tokens. Blocks until it is known which have.
     """
-    top_k = routes.experts.shape[1]
-    chosen = routes.experts.flatten()
-    order = chosen.argsort(stable=True)
-    counts = chosen.bincount(minlength=experts).tolist()
+    given = give_experts(x, routes.experts, experts, expert)
+    return (given * routes.weights[..., None]).sum(dim=1)
+
+
+def give_experts(x: Tensor, chosen: Tensor, experts: int, expert: Expert) -> Tensor:
+    """[T, top_k, hidden]: what the experts `chosen` [T, top_k] of x [T, hidden] give, by themselves; zeros for -1.
+    Tokens keep their order inside of an expert. Blocks as `mix_experts` does."""
+    top_k, flat = chosen.shape[1], chosen.flatten()
+    order = flat.argsort(stable=True)
+    away, *counts = (flat + 1).bincount(minlength=experts + 1).tolist()
+    order = order[away:]
     rows = x.index_select(0, order // top_k)
     parts = [expert(index, part) for index, part in enumerate(rows.split(counts)) if len(part)]
     given = torch.empty_like(rows) if not parts else torch.cat(parts)
-    placed = torch.empty_like(given).index_copy_(0, order, given)
-    weighted = placed.view(-1, top_k, x.shape[1]) * routes.weights[..., None]
-    return weighted.sum(dim=1)
+    placed = given.new_zeros(len(flat), x.shape[1]) if away else torch.empty_like(given)
+    return placed.index_copy_(0, order, given).view(-1, top_k, x.shape[1])
 
 
 def clamped_swiglu(gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:

@@ -172,10 +172,10 @@ class _Layer:
         self._mlp = dense_mlp(weights, f"{at}mlp", hidden, shape.ffn, act="gelu_tanh")
 
     def __call__(self, hidden: Tensor, batch: Batch, kv: Mapping[str, Tensor], keep: Tensor | None) -> Tensor:
-        mixed = self._attention(self._before_attention(hidden).to(self._dtype), batch, kv, keep)
+        mixed = self._attention(self._before_attention(hidden, self._dtype), batch, kv, keep)
         hidden = hidden if keep is None else hidden.index_select(0, keep)
         self._after_attention.add_to(hidden, mixed)
-        mixed = self._mlp(self._before_mlp(hidden).to(self._dtype))
+        mixed = self._mlp(self._before_mlp(hidden, self._dtype))
         return self._after_mlp.add_to(hidden, mixed)
 
 

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
 
-from forebay.kernels.moe import Routing, clamped_swiglu
+from forebay.kernels.experts import Activation
+from forebay.kernels.moe import Routing
 from forebay.models.base import CausalLM, KVGroup, ModelInfo
 from forebay.models.config import Config
+from forebay.models.expert_weights import StackedProjection, stacked, stacks
+from forebay.models.experts import Experts, ExpertShare, PackedExperts, StackedExperts, expert_share
 from forebay.models.layers import Layer, Linear
 from forebay.models.moe import MLP, MoE, Router, check_routing
-from forebay.models.ranks import share, share_heads
+from forebay.models.ranks import share_heads
 from forebay.models.rope_config import read_rope
 from forebay.models.standard import (
     FULL,
@@ -98,54 +101,28 @@ def _moe(config: Config, weights: Weights, at: str) -> MLP:
         bias=weights.exact(f"{at}.router.bias", experts),
     )
     ffn = config.size("intermediate_size")
-    mine = share(ffn, weights.ranks)
+    ups = StackedProjection(weights, f"{at}.experts.gate_up_proj", experts, 2 * ffn, hidden)
+    downs = StackedProjection(weights, f"{at}.experts.down_proj", experts, hidden, ffn)
+    act = Activation("clamped", config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0))
+    mine = expert_share(experts, ffn, weights.ranks)
+    return MoE(router, _experts(weights, ups, downs, mine, act), ranks=weights.ranks)
+
+
+def _experts(
+    weights: Weights, ups: StackedProjection, downs: StackedProjection, mine: ExpertShare, act: Activation
+) -> Experts:
+    columns, hidden = mine.columns, range(downs.out)
     # Gate and up alternate, so a part of the columns has both of its own.
-    ups = _Stacked(weights, f"{at}.experts.gate_up_proj", experts, 2 * ffn, hidden)
-    downs = _Stacked(weights, f"{at}.experts.down_proj", experts, hidden, ffn)
+    both = range(2 * columns.start, 2 * columns.stop)
+    added = ups.bias(mine.ids, both), downs.bias(mine.ids, hidden)
+    if len(columns) < downs.into and weights.ranks.rank:  # the first rank's part of the sum has the bias
+        added[1].zero_()
+    if ups.packed and len(columns) == downs.into and stacks(weights, torch.uint8):
+        return StackedExperts(ups.codes(mine.ids, added[0]), downs.codes(mine.ids, added[1]), act)
     pairs = zip(
-        ups.linears(rows=range(2 * mine.start, 2 * mine.stop)),
-        downs.linears(columns=mine, bias=weights.ranks.rank == 0),
-        strict=True,
+        ups.matrices(mine.ids, both, range(ups.into)), downs.matrices(mine.ids, hidden, columns), strict=True
     )
-    alpha, limit = config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0)
-    return MoE(router, [_Expert(up, down, alpha, limit) for up, down in pairs], ranks=weights.ranks)
-
-
-@dataclass(frozen=True, slots=True)
-class _Stacked:
-    """One projection of every expert, from `into` to `out` features, as it is stored."""
-
-    weights: Weights
-    name: str
-    experts: int
-    out: int
-    into: int
-
-    def linears(
-        self, *, rows: range | None = None, columns: range | None = None, bias: bool = True
-    ) -> list[Linear]:
-        """Every expert's, or these parts of them. Unquantised weights are stored with the last two axes the other way
-        round."""
-        parts = {axis: part for axis, part in ((1, rows), (2, columns)) if part is not None}
-        if f"{self.name}_blocks" in self.weights:
-            stacked = self.weights.take_mxfp4(self.name, self.experts, self.out, self.into, cut=parts)
-        else:
-            turned = {3 - axis: part for axis, part in parts.items()}
-            stacked = self.weights.take(self.name, self.experts, self.into, self.out, cut=turned).transpose(1, 2)
-        # Copies, so that no expert's share keeps the whole stack.
-        if not bias:
-            return [Linear(weight.contiguous()) for weight in stacked]
-        cut = {} if rows is None else {1: rows}
-        biases = self.weights.take(f"{self.name}_bias", self.experts, self.out, cut=cut)
-        return [Linear(weight.contiguous(), bias.clone()) for weight, bias in zip(stacked, biases, strict=True)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Expert:
-    gate_up: Linear
-    down: Linear
-    alpha: float
-    limit: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(clamped_swiglu(self.gate_up(x), alpha=self.alpha, limit=self.limit))
+    if stacks(weights):
+        return StackedExperts(*stacked(pairs, added), act)
+    biased = zip(pairs, *added, strict=True)
+    return PackedExperts([(Linear(up, a.clone()), Linear(down, b.clone())) for (up, down), a, b in biased], act)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.batch import Batch
+from forebay.kernels.dispatch import dispatch
 from forebay.kernels.mla import latent_attention, write_latents
 from forebay.models.base import KVGroup
 from forebay.models.context import DealtAttention, context_of, query_heads
@@ -95,7 +96,7 @@ class LatentAttention:
     def _rows(self, x: Tensor, batch: Batch) -> Tensor:
         """What is kept of `x` [T, hidden]: [T, width]."""
         compressed, rank = self._down(x), self._shape.rank
-        latent = self._norm(compressed[:, :rank]).to(x.dtype)
+        latent = self._norm(compressed[:, :rank], x.dtype)
         return torch.cat((latent, self._rotate(compressed[:, None, rank:], batch)[:, 0]), dim=1)
 
     def _absorbed(self, heads: Tensor, batch: Batch) -> Tensor:
@@ -122,6 +123,10 @@ class LatentAttention:
         return latent_attention(q, pool, self._layer_in_group, batch, name, scale=shape.scale, rank=shape.rank)
 
     def _rotate(self, x: Tensor, batch: Batch) -> Tensor:
+        if dispatch().choose("turn", x, x) == "triton":
+            from forebay.kernels import forms
+
+            return forms.rotate(x, self._shape.rope.turn(batch, pairs=self._shape.pairs))
         exact = accumulate_dtype(x.dtype)
         turn = rotate_pairs if self._shape.pairs else rotate
         return turn(x.to(exact), *self._shape.rope.angles(batch, exact)).to(x.dtype)
@@ -147,7 +152,7 @@ class _Query:
 
     def latent(self, x: Tensor) -> Tensor:
         """[T, q_rank], or `x` itself where the query has none."""
-        return x if self._down is None else self._norm(self._down(x)).to(self._dtype)
+        return x if self._down is None else self._norm(self._down(x), self._dtype)
 
     def heads(self, latent: Tensor) -> Tensor:
         """Of what `latent` gives."""

@@ -1,7 +1,8 @@
 """Layers that the model families share: plain functions and prepared weights, for inference only.
 
 Norms, rotations and residual sums are computed in fp32 (fp64 where the model runs in it); products of
-matrices in the model's dtype.
+matrices in the model's dtype. Each operation runs as torch's form or as the Triton kernel, as
+`forebay.kernels.dispatch` says.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from torch import Tensor
 from forebay.kernels.attention import paged_attention
 from forebay.kernels.batch import Batch
 from forebay.kernels.cache import slot_rows, write_rows
+from forebay.kernels.dispatch import dispatch
+from forebay.kernels.experts import Activation, activate
+from forebay.kernels.rotary import HeadNorms
 from forebay.models.base import CausalLM, KVGroup, ModelInfo
 from forebay.models.context import Context, DealtAttention
 from forebay.models.ranks import ALONE, Embedding, Ranks, held_group
@@ -68,12 +72,11 @@ class GatedMLP:
     """down(act(gate(x)) * up(x)), with act "silu" or "gelu_tanh". `gate_up` gives both, side by side."""
 
     def __init__(self, gate_up: Linear, down: Linear, act: Literal["silu", "gelu_tanh"]) -> None:
-        self._gate_up, self._down, self._act = gate_up, down, act
+        self._gate_up, self._down = gate_up, down
+        self._act = Activation("swiglu" if act == "silu" else "geglu")
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self._gate_up(x).chunk(2, dim=-1)
-        active = F.silu(gate) if self._act == "silu" else F.gelu(gate, approximate="tanh")
-        return self._down(active.mul_(up))
+        return self._down(activate(self._gate_up(x), self._act))
 
 
 @cache
@@ -109,17 +112,41 @@ def normalise(x: Tensor, eps: Tensor) -> Tensor:
 
 
 class RMSNorm:
-    """x / rms(x) * weight, from any dtype to the accumulation dtype. `weight` is in that dtype."""
+    """x / rms(x) * weight, computed in the accumulation dtype, in which `weight` is."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self._weight, self._eps = weight, torch.full_like(weight[0], eps)
+        self._weight, self._eps, self._number = weight, torch.full_like(weight[0], eps), eps
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return normalise(x.to(self._weight.dtype), self._eps).mul_(self._weight)
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The norm of x [T, n], of any dtype, in `dtype` (None: the accumulation dtype)."""
+        weight = self._weight
+        if self._by_kernel():
+            return self._kernel(x.to(weight.dtype).contiguous(), None, dtype)
+        return _cast(normalise(x.to(weight.dtype), self._eps).mul_(weight), dtype)
+
+    def of_sum(self, hidden: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """hidden += x, in place, and then the norm of `hidden`, which is in the accumulation dtype, in `dtype`."""
+        if self._by_kernel():
+            return self._kernel(hidden, x.contiguous(), dtype)
+        return _cast(normalise(hidden.add_(x), self._eps).mul_(self._weight), dtype)
 
     def add_to(self, hidden: Tensor, x: Tensor) -> Tensor:
         """hidden += norm(x), in place."""
+        if self._by_kernel():
+            return hidden.add_(self._kernel(x.to(self._weight.dtype).contiguous(), None, None))
         return hidden.addcmul_(normalise(x.to(self._weight.dtype), self._eps), self._weight)
+
+    def _by_kernel(self) -> bool:
+        return dispatch().choose("norm", self._weight, self._weight) == "triton"
+
+    def _kernel(self, hidden: Tensor, x: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+        from forebay.kernels import forms
+
+        return forms.add_norm(hidden, x, self._weight, self._number, dtype or self._weight.dtype)
+
+
+def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return x if dtype is None else x.to(dtype)
 
 
 # --- attention -----------------------------------------------------------------------------------------------
@@ -132,6 +159,7 @@ class HeadNorm:
         """`q` and `k` [head_dim] are the weights of all query heads and of all key heads."""
         self._weight = torch.cat((q.expand(heads, -1), k.expand(kv_heads, -1)))
         self._eps = torch.full_like(q[0], eps)
+        self.norms = HeadNorms(q.contiguous(), k.contiguous(), eps)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, heads + kv_heads, head_dim], query heads first."""
@@ -192,19 +220,17 @@ class Attention:
     def __call__(self, x: Tensor, batch: Batch, kv: Mapping[str, Tensor], keep: Tensor | None = None) -> Tensor:
         """x [T, hidden] -> [T, hidden], or only the rows `keep`. Writes this layer's K and V into the pool."""
         group, heads = self._group, self._heads
-        rotated = heads + group.kv_heads
-        qkv = self._qkv(x).view(x.shape[0], -1, group.head_dim)
-        exact = accumulate_dtype(x.dtype)
-        turning = qkv[:, :rotated].to(exact)
-        if self._qk_norm is not None:
-            turning = self._qk_norm(turning)
-        # In place of the unrotated vectors: so K and V stay side by side for one write.
-        qkv[:, :rotated].copy_(rotate(turning, *self._rope.angles(batch, exact)))
-        pool = kv[group.name]
+        qkv, pool = self._qkv(x).view(x.shape[0], -1, group.head_dim), kv[group.name]
         if self._dealt is not None:
+            self._turn(qkv, batch)
+            dispatch().ran("turn", "torch")  # the kernel would write all positions
             return self._mix_dealt(self._dealt, qkv, pool, batch, keep, x)
-        rows = batch.once(("rows", group.name), lambda: slot_rows(pool, batch.groups[group.name].slots))
-        write_rows(pool, self._layer_in_group, rows, qkv[:, heads:])
+        if dispatch().choose("turn", qkv, pool) == "triton":
+            self._turn_by_kernel(qkv, batch, pool)
+        else:
+            self._turn(qkv, batch)
+            rows = batch.once(("rows", group.name), lambda: slot_rows(pool, batch.groups[group.name].slots))
+            write_rows(pool, self._layer_in_group, rows, qkv[:, heads:])
         if keep is not None and not len(keep):
             return x[:0]
         mixed = paged_attention(
@@ -230,6 +256,27 @@ class Attention:
             return x[:0]
         mixed = dealt.attend(qkv[:, : self._heads], rows, pool, batch, self._sinks).flatten(1)
         return self._out(mixed if keep is None else mixed.index_select(0, keep))
+
+    def _turn(self, qkv: Tensor, batch: Batch) -> None:
+        """Norm and rotate query and key heads in place: so K and V stay side by side for one write."""
+        rotated, exact = self._heads + self._group.kv_heads, accumulate_dtype(qkv.dtype)
+        turning = qkv[:, :rotated].to(exact)
+        if self._qk_norm is not None:
+            turning = self._qk_norm(turning)
+        qkv[:, :rotated].copy_(rotate(turning, *self._rope.angles(batch, exact)))
+
+    def _turn_by_kernel(self, qkv: Tensor, batch: Batch, pool: Tensor) -> None:
+        """The same and the write in one launch."""
+        from forebay.kernels import forms
+
+        norms, heads = None, self._heads
+        if isinstance(self._qk_norm, HeadNorm):
+            norms = self._qk_norm.norms
+        elif self._qk_norm is not None:  # over all heads together, and perhaps over ranks: not a program's own head
+            rotated = qkv[:, : heads + self._group.kv_heads]
+            rotated.copy_(self._qk_norm(rotated.to(torch.float32)))
+        slots = batch.groups[self._group.name].slots
+        forms.norm_rotate_write(qkv, self._rope.turn(batch), norms, pool, self._layer_in_group, slots, heads)
 
 
 # --- the whole decoder ---------------------------------------------------------------------------------------
@@ -267,12 +314,11 @@ class PreNormLayer:
         self._dtype = dtype
 
     def __call__(self, hidden: Tensor, batch: Batch, kv: Mapping[str, Tensor], keep: Tensor | None) -> Tensor:
-        mixed = self._attention(self._attention_norm(hidden).to(self._dtype), batch, kv, keep)
+        mixed = self._attention(self._attention_norm(hidden, self._dtype), batch, kv, keep)
         hidden = hidden if keep is None else hidden.index_select(0, keep)
-        hidden.add_(mixed)
         if not len(hidden):
             return hidden
-        return hidden.add_(self._mlp(self._mlp_norm(hidden).to(self._dtype)))
+        return hidden.add_(self._mlp(self._mlp_norm.of_sum(hidden, mixed, self._dtype)))
 
 
 class Decoder(CausalLM):
@@ -311,7 +357,7 @@ class Decoder(CausalLM):
         hidden = self._layers[-1](hidden, batch, kv, batch.logits_rows)
         if not len(hidden):
             return hidden.new_zeros(0, self.info.vocab_size)
-        logits = self._gathered(self._head(self._norm(hidden).to(self.dtype))).to(exact)
+        logits = self._gathered(self._head(self._norm(hidden, self.dtype))).to(exact)
         if self._logit_cap is not None:
             logits.div_(self._logit_cap).tanh_().mul_(self._logit_cap)
         return logits

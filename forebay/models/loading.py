@@ -14,6 +14,7 @@ from forebay.models.config import CONFIG_FILE, Config, read_config
 from forebay.models.convert import convert_gguf, read_gguf_config
 from forebay.models.errors import ModelNotFound, UnsupportedArchitecture
 from forebay.models.json_file import read_json
+from forebay.models.parallel import ExpertSplit
 from forebay.models.quantised import read_quantisation
 from forebay.models.ranks import ALONE, Ranks, check_split
 from forebay.models.registry import find_family, text_config
@@ -76,10 +77,10 @@ def load_model(
     return model
 
 
-def check_ranks(directory: Path, size: int) -> None:
+def check_ranks(directory: Path, size: int, experts: ExpertSplit = "inside") -> None:
     """May `size` tensor parallel ranks share the checkpoint in `directory`? Raises ConfigError; reads no weights."""
     config = read_config(directory)
-    check_split(text_config(config), _info(config, None), size)
+    check_split(text_config(config), _info(config, None), size, experts)
 
 
 def fingerprint_weights(path: Path, cache_dir: Path | None = None, progress: Progress | None = None) -> bytes:

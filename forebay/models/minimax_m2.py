@@ -7,14 +7,14 @@ from __future__ import annotations
 from forebay.kernels.moe import Routing
 from forebay.models.base import CausalLM, ModelInfo
 from forebay.models.config import Config
+from forebay.models.expert_weights import GatedExperts
 from forebay.models.layers import Layer
-from forebay.models.moe import MLP, MoE, Router, check_routing
+from forebay.models.moe import MLP, Router, check_routing, gated_moe
 from forebay.models.rope_config import read_rope
 from forebay.models.standard import (
     AttentionShape,
     build_attention,
     build_decoder,
-    dense_mlp,
     pre_norm_layer,
     read_heads,
     read_info,
@@ -70,8 +70,4 @@ def _moe(config: Config, weights: Weights, at: str) -> MLP:
         choice_bias=weights.exact(f"{at}.e_score_correction_bias", experts),
     )
     ffn = config.size("intermediate_size")
-    mlps = [
-        dense_mlp(weights, f"{at}.experts.{index}", hidden, ffn, names=("w1", "w3", "w2"), partial=True)
-        for index in range(experts)
-    ]
-    return MoE(router, mlps, ranks=weights.ranks)
+    return gated_moe(weights, router, GatedExperts(f"{at}.experts", experts, hidden, ffn, names=("w1", "w3", "w2")))

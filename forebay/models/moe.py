@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from forebay.kernels.moe import Routing, mix_experts, route
+from forebay.kernels.dispatch import dispatch
+from forebay.kernels.moe import Routes, Routing, route
 from forebay.models.config import Config
-from forebay.models.layers import GatedMLP, accumulate_dtype
+from forebay.models.expert_parallel import DealtExperts
+from forebay.models.expert_weights import GatedExperts
+from forebay.models.experts import Experts
+from forebay.models.layers import accumulate_dtype
 from forebay.models.ranks import ALONE, Ranks
 from forebay.models.standard import dense_mlp
 from forebay.models.weights import Weights
@@ -34,21 +38,30 @@ class Router:
 class MoE:
     """The weighted sum of the chosen experts' outputs, and `shared`'s on top.
 
-    With several `ranks` each has a part of every expert's columns: they route alike, and sum once, at the end.
+    With several `ranks` each has a part of every expert's columns: they route alike, and sum once, at the end. Or each
+    has some of the experts, whole: `expert_parallel.py`.
     """
 
-    def __init__(
-        self, router: Router, experts: Sequence[MLP], shared: MLP | None = None, ranks: Ranks = ALONE
-    ) -> None:
+    def __init__(self, router: Router, experts: Experts, shared: MLP | None = None, ranks: Ranks = ALONE) -> None:
         self._router, self._experts, self._shared, self._ranks = router, experts, shared, ranks
+        dealt = ranks.experts != "inside"
+        self._dealt = DealtExperts(experts, len(router.weight), ranks) if dealt else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden] in the accumulation dtype."""
+        if self._dealt is not None:
+            return self._dealt(x, self._route, self._shared)
+        mixed = self._experts(x, self._route(x))
+        return self._ranks.sum(mixed if self._shared is None else mixed.add_(self._shared(x)))
+
+    def _route(self, x: Tensor) -> Routes:
         router = self._router
         logits = F.linear(x.to(accumulate_dtype(x.dtype)), router.weight, router.bias)
-        routes = route(logits, router.routing, router.choice_bias)
-        mixed = mix_experts(x, routes, len(self._experts), lambda index, rows: self._experts[index](rows))
-        return self._ranks.sum(mixed if self._shared is None else mixed.add_(self._shared(x)))
+        if dispatch().choose("route", logits, logits) == "triton":
+            from forebay.kernels import forms
+
+            return forms.route(logits, router.routing, router.choice_bias)
+        return route(logits, router.routing, router.choice_bias)
 
 
 def check_routing(config: Config, routing: Routing, experts: int) -> Routing:
@@ -63,9 +76,10 @@ def check_routing(config: Config, routing: Routing, experts: int) -> Routing:
     return routing
 
 
-def gated_experts(weights: Weights, at: str, count: int, hidden: int, ffn: int) -> list[GatedMLP]:
-    """Experts as most families name them: `at`.0.gate_proj and so on. Each gives this rank's part of its sum."""
-    return [dense_mlp(weights, f"{at}.{index}", hidden, ffn, partial=True) for index in range(count)]
+def gated_moe(weights: Weights, router: Router, where: GatedExperts) -> MoE:
+    """Experts with a gate, and perhaps an MLP that every token goes to."""
+    experts, shared = where.read(weights)
+    return MoE(router, experts, shared, weights.ranks)
 
 
 def sparse_mlp(
@@ -86,10 +100,8 @@ def sparse_mlp(
         check_routing(config, routing, experts),
         choice_bias=weights.exact(f"{at}.gate.e_score_correction_bias", experts) if biased else None,
     )
-    shared = config.count("n_shared_experts", 0) * ffn
-    return MoE(
-        router,
-        gated_experts(weights, f"{at}.experts", experts, hidden, ffn),
-        dense_mlp(weights, f"{at}.shared_experts", hidden, shared, bias=bias, partial=True) if shared else None,
-        weights.ranks,
-    )
+    where = GatedExperts(
+        f"{at}.experts", experts, hidden, ffn,
+        shared_at=f"{at}.shared_experts", shared=config.count("n_shared_experts", 0), shared_bias=bias,
+    )  # fmt: skip
+    return gated_moe(weights, router, where)

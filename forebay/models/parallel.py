@@ -9,6 +9,7 @@ them. Every prefill context rank has all that tensor parallelism gives it, and c
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from forebay.errors import ConfigError
 from forebay.kernels.batch import BLOCK_TOKENS
@@ -16,10 +17,15 @@ from forebay.kernels.dealing import Dealing, refusal
 from forebay.models.base import ModelInfo
 from forebay.models.traffic import Backend
 
+ExpertSplit = Literal["inside", "gathered", "exchanged"]
+"""How ranks share experts: each expert split over all of them; or dealt out whole, tokens coming by all-gather and sums
+going home by reduce-scatter; or dealt out, rows going there and back by all-to-all."""
+
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """Sizes; `interleave` neighbouring positions are one rank's. `backend`, `replicated`: see `models.context`."""
+    """Sizes; `interleave` neighbouring positions are one rank's. `backend`, `replicated`: see `models.context`;
+    `experts`: `models.expert_parallel`."""
 
     tp: int = 1
     dcp: int = 1
@@ -27,6 +33,7 @@ class Parallel:
     interleave: int = 1
     backend: Backend = "ag_rs"
     replicated: bool = False
+    experts: ExpertSplit = "inside"
 
     @property
     def size(self) -> int:

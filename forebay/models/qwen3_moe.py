@@ -5,8 +5,9 @@ from __future__ import annotations
 from forebay.kernels.moe import Routing
 from forebay.models.base import CausalLM, ModelInfo
 from forebay.models.config import Config
+from forebay.models.expert_weights import GatedExperts
 from forebay.models.layers import Layer
-from forebay.models.moe import MLP, MoE, Router, check_routing, gated_experts
+from forebay.models.moe import MLP, Router, check_routing, gated_moe
 from forebay.models.rope_config import read_rope
 from forebay.models.standard import (
     AttentionShape,
@@ -77,4 +78,4 @@ def _moe(config: Config, weights: Weights, at: str) -> MLP:
     routing = Routing(config.size("num_experts_per_tok"), "softmax", renormalise=config.flag("norm_topk_prob", False))
     router = Router(weights.exact(f"{at}.gate.weight", experts, hidden), check_routing(config, routing, experts))
     ffn = config.size("moe_intermediate_size")
-    return MoE(router, gated_experts(weights, f"{at}.experts", experts, hidden, ffn), ranks=weights.ranks)
+    return gated_moe(weights, router, GatedExperts(f"{at}.experts", experts, hidden, ffn))

@@ -6,6 +6,7 @@
 
 KV heads fewer than ranks are held by several neighbours, each of which computes them. Experts are split inside, each
 over all ranks: their load is even whatever the router chooses, and nothing has to be exchanged but the layer's sum.
+Or they are dealt out whole (`expert_parallel.py`).
 Nothing here knows how ranks reach each other: `forebay.workers.ranks` does.
 """
 
@@ -22,6 +23,7 @@ from forebay.errors import ConfigError
 from forebay.models.base import KVGroup, ModelInfo
 from forebay.models.config import Config
 from forebay.models.context import Context, is_dealt
+from forebay.models.parallel import ExpertSplit
 
 
 class Ranks(Protocol):
@@ -32,6 +34,9 @@ class Ranks(Protocol):
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def experts(self) -> ExpertSplit: ...
 
     @property
     def context(self) -> Context | None:
@@ -61,6 +66,7 @@ class Alone:
     rank: int = 0
     size: int = 1
     context: Context | None = None
+    experts: ExpertSplit = "inside"
 
     def sum(self, x: Tensor) -> Tensor:
         """`x` itself."""
@@ -157,13 +163,30 @@ def check_heads(heads: int, kv_heads: int, size: int) -> None:
     )
 
 
-def check_split(config: Config, info: ModelInfo, size: int) -> None:
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def check_experts(config: Config, size: int) -> None:
+    """May `size` ranks deal out this model's experts? Raises ConfigError that says what to change."""
+    counts = [config.size(name) for name in EXPERT_COUNTS if name in config]
+    if not counts:
+        raise ConfigError("this model has no experts; leave enable_expert_parallel out")
+    if counts[0] < size:
+        raise ConfigError(
+            f"tensor_parallel_size {size} leaves a rank without any of {counts[0]} experts; use {counts[0]} or fewer, "
+            "or leave enable_expert_parallel out"
+        )
+
+
+def check_split(config: Config, info: ModelInfo, size: int, experts: ExpertSplit = "inside") -> None:
     """May `size` ranks share this model? `config` is the language model's. Raises ConfigError; reads no weights."""
+    if experts != "inside":
+        check_experts(config, size)
     heads = config.size("num_attention_heads")
     for group in info.kv_groups:
         # Latents have no heads of their own: every rank keeps all of them, whatever heads it computes.
         check_heads(heads, 1 if group.kind == "latent" else group.kv_heads, size)
-    for name in ("intermediate_size", "moe_intermediate_size"):
+    for name in ("intermediate_size", "moe_intermediate_size")[: 2 if experts == "inside" else 1]:
         if name in config and config.size(name) < size:
             raise ConfigError(f"tensor_parallel_size {size} is more than the {config.size(name)} of {name}; use fewer")
     if size > 1 and len(vocabulary_share(info.vocab_size, Alone(size - 1, size))) == 0:

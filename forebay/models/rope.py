@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.batch import Batch
+from forebay.kernels.rotary import Turn
 from forebay.models.base import RopeValue
 
 
@@ -102,6 +103,15 @@ class Rope:
     def angles(self, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos [T, 1, dim] and sin [T, 1, dim / 2] of the batch's positions, once a batch."""
         return batch.once(("rope", self, dtype), lambda: self._angles(batch.positions, dtype))
+
+    def turn(self, batch: Batch, *, pairs: bool = False) -> Turn:
+        """The same in fp32 as the kernels take it, once a batch; `pairs`: neighbours are rotated."""
+
+        def make() -> Turn:
+            cos, sin = self.angles(batch, torch.float32)
+            return Turn(cos[:, 0, : self.dim // 2].contiguous(), sin[:, 0].contiguous(), pairs)
+
+        return batch.once(("turn", self, pairs), make)
 
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if self.dynamic is not None:

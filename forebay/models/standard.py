@@ -168,11 +168,16 @@ def _qk_norm(shape: AttentionShape, at: str, weights: Weights, mine: HeadShare) 
 
 def dense_mlp(
     weights: Weights, at: str, hidden: int, ffn: int, *, bias: bool = False, partial: bool = False,
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), act: Literal["silu", "gelu_tanh"] = "silu",
+    whole: bool = False, act: Literal["silu", "gelu_tanh"] = "silu",
 ) -> GatedMLP:  # fmt: skip
     """gate, up and down projections under the name `at`. With several ranks each has its part of the columns between
-    them, and gives the sum of all, or its part of the sum if only that is wanted (`partial`)."""
-    mine, (gate, up, down) = share(ffn, weights.ranks), (f"{at}.{name}" for name in names)
+    them, and gives the sum of all, or its part of the sum if only that is wanted (`partial`). If it is `whole` on every
+    rank, each computes it by itself."""
+    gate, up, down = (f"{at}.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
+    if whole:
+        gate_up = weights.merged_linear({gate: ffn, up: ffn}, hidden, bias=bias)
+        return GatedMLP(gate_up, weights.linear(down, hidden, ffn, bias=bias), act=act)
+    mine = share(ffn, weights.ranks)
     gate_up = weights.merged_linear({gate: ffn, up: ffn}, hidden, bias=bias, rows={gate: mine, up: mine})
     return GatedMLP(gate_up, weights.summed_linear(down, hidden, ffn, mine, bias=bias, partial=partial), act=act)
 

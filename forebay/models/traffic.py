@@ -7,6 +7,7 @@
     out       each rank's part of the attention, to the ranks whose heads it is of
     context   cached keys, to ranks that compute a prompt further: never in a step of decodes
     rows      new keys, and hidden states at the end, of prompts that ranks share out
+    experts   rows to the ranks of their experts, and what these give, where experts are dealt out
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-Kind = Literal["sum", "logits", "query", "lse", "out", "context", "rows"]
+Kind = Literal["sum", "logits", "query", "lse", "out", "context", "rows", "experts"]
 Backend = Literal["ag_rs", "a2a"]
 """How parts of the attention come together: all-gather and reduce-scatter, or one all-to-all."""
 

@@ -169,21 +169,40 @@ class Weights:
         scales = self._read(f"{name}_scale_inv", scale_shape(shape, block), blocks)
         return _within(unscale_fp8(values, scales, block), cut, wide)
 
+    def take_fp8(self, name: str, *shape: int) -> tuple[Tensor, Tensor]:
+        """The FP8 values [n, k] of a matrix and the fp32 scales of its blocks, as they are stored. Raises
+        CheckpointBroken."""
+        values = self._read(name, shape)
+        scales = self._read(f"{name}_scale_inv", scale_shape(shape, self.quantisation.block))  # type: ignore[arg-type]
+        if values.dtype != torch.float8_e4m3fn:
+            raise CheckpointBroken(f"{self.directory}: {name} isn't FP8 (e4m3), as config.json says")
+        return values.to(device=self.device, copy=True), scales.to(device=self.device, dtype=torch.float32, copy=True)
+
+    def take_codes(self, name: str, *shape: int, cut: Cut = WHOLE) -> tuple[Tensor, Tensor]:
+        """Of the MXFP4 tensor [..., k] its codes uint8 [..., k / 2] and scales uint8 [..., k / 32], as they are stored,
+        or what `cut` leaves of the first axes. Raises CheckpointBroken."""
+        blocks, scales = self._read_mxfp4(name, shape, cut)
+        return blocks.flatten(-2).to(device=self.device, copy=True), scales.to(device=self.device, copy=True)
+
     def take_mxfp4(self, name: str, *shape: int, cut: Cut = WHOLE) -> Tensor:
         """The tensor [..., k], or what `cut` leaves of it, that is stored as `name`_blocks and `name`_scales. Raises
         CheckpointBroken."""
         last = len(shape) - 1
-        groups = -(-shape[-1] // MX_GROUP)
         stored = {axis: _around(part, MX_GROUP) if axis == last else part for axis, part in cut.items()}
+        blocks, scales = self._read_mxfp4(name, shape, stored)
+        wide = {last: range(stored[last].start * MX_GROUP, stored[last].stop * MX_GROUP)} if last in cut else {}
+        values = _within(unpack_mxfp4(blocks, scales), {axis: cut[axis] for axis in wide}, wide)
+        return values.to(device=self.device, dtype=self.dtype)
+
+    def _read_mxfp4(self, name: str, shape: tuple[int, ...], stored: Cut) -> tuple[Tensor, Tensor]:
+        groups = -(-shape[-1] // MX_GROUP)
         blocks = self._read(f"{name}_blocks", (*shape[:-1], groups, MX_GROUP // 2), stored)
         scales = self._read(f"{name}_scales", (*shape[:-1], groups), stored)
         if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or shape[-1] % MX_GROUP:
             raise CheckpointBroken(
                 f"{self.directory}: {name} isn't MXFP4 (bytes, groups of {MX_GROUP}), as config.json says"
             )
-        wide = {last: range(stored[last].start * MX_GROUP, stored[last].stop * MX_GROUP)} if last in cut else {}
-        values = _within(unpack_mxfp4(blocks, scales), {axis: cut[axis] for axis in wide}, wide)
-        return values.to(device=self.device, dtype=self.dtype)
+        return blocks, scales
 
     def _read(self, name: str, shape: tuple[int, ...], cut: Cut = WHOLE) -> Tensor:
         """The tensor as it is stored, or what `cut` leaves of it, possibly a view of the mapped file."""

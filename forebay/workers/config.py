@@ -81,6 +81,10 @@ class WorkerConfig:
     """Have each compute the queries of all of them, rather than send them."""
     prefill_context_parallel_size: int = 1
     """Sets of such processes that share out the tokens of prompts; each set has everything else."""
+    enable_expert_parallel: bool = False
+    """Deal out experts to the processes whole, instead of a part of each to all."""
+    all2all_backend: Literal["allgather_reducescatter", "alltoall"] = "allgather_reducescatter"
+    """How tokens come to their experts, and what these give comes back."""
     trusted_network: str | None = None
     """Interface that ranks may talk over, if not loopback. What they send is neither encrypted nor authenticated."""
     distributed_timeout_s: float = 60.0
@@ -140,6 +144,11 @@ class WorkerConfig:
             raise ConfigError(
                 f"decode_context_parallel_size {self.decode_context_parallel_size} must divide tensor_parallel_size "
                 f"{self.tensor_parallel_size}: it takes these ranks, and adds none"
+            )
+        if self.enable_expert_parallel and (self.tensor_parallel_size == 1 or self.prefill_context_parallel_size > 1):
+            raise ConfigError(
+                "enable_expert_parallel deals out experts to tensor parallel ranks: raise tensor_parallel_size to 2 or "
+                "more, with prefill_context_parallel_size 1, or leave it out"
             )
         if self.distributed_timeout_s <= 0:
             raise ConfigError("distributed_timeout must be more than 0")

@@ -20,6 +20,7 @@ from forebay.errors import ConfigError
 from forebay.kvstore.layout.ownership import split_heads
 from forebay.models.base import CausalLM
 from forebay.models.loading import check_ranks, load_model, read_info
+from forebay.models.parallel import ExpertSplit
 from forebay.models.ranks import Alone, held_group, share, share_heads, vocabulary_share
 from forebay.models.weights import _Reader
 from tests import checkpoints
@@ -56,6 +57,7 @@ class ThreadRank:
     meeting: Meeting
     rank: int
     context: None = None
+    experts: ExpertSplit = "inside"
 
     @property
     def size(self) -> int:

@@ -23,6 +23,8 @@ from forebay.kernels.moe import Routes
 PLAIN, FP8, FP8_BOTH, MXFP4, MXFP4_NATIVE = (tl.constexpr(form) for form in range(5))
 SCALE_BLOCK = tl.constexpr(128)
 ROW_BLOCK = 1024
+KINDS = ("swiglu", "clamped", "situ", "geglu")
+"""Of activations: what the kernel calls them."""
 
 
 @triton.jit
@@ -125,7 +127,8 @@ def products_kernel(
 
 @triton.jit
 def activate_kernel(gate_up, out, width, alpha, limit, beta, linear, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """gate_up [rows, 2 * width] -> out [rows, width]. KIND: 0 swiglu, 1 clamped, 2 situ. A program a row and BLOCK."""
+    """gate_up [rows, 2 * width] -> out [rows, width]. KIND: 0 swiglu, 1 clamped, 2 situ, 3 geglu. A program a row and
+    BLOCK."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
     start = gate_up + row * 2 * width
@@ -139,6 +142,9 @@ def activate_kernel(gate_up, out, width, alpha, limit, beta, linear, KIND: tl.co
         soft = 1.0 / (1.0 + tl.exp(-gate))
         gate = beta * (1.0 - 2.0 / (tl.exp(2.0 * gate / beta) + 1.0)) * soft
         up = linear * (1.0 - 2.0 / (tl.exp(2.0 * up / linear) + 1.0))
+    elif KIND == 3:
+        # x * (1 + tanh(y)) / 2 is x / (1 + e^(-2y)).
+        gate = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
     else:
         gate = gate / (1.0 + tl.exp(-gate))
     tl.store(out + row * width + at, (gate * up).to(out.dtype.element_ty), mask=inside)
@@ -192,13 +198,14 @@ def expert_products(
 
 
 def activate(gate_up: Tensor, act: Activation) -> Tensor:
-    """See `forebay.kernels.experts.Activation`."""
+    """See `forebay.kernels.experts.Activation`. `gate_up` is contiguous."""
+    assert gate_up.is_contiguous(), gate_up.stride()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         activate_kernel[(rows, triton.cdiv(width, ROW_BLOCK))](
             gate_up, out, width, act.alpha, act.limit, act.beta, act.linear,
-            KIND=("swiglu", "clamped", "situ").index(act.kind), BLOCK=min(ROW_BLOCK, triton.next_power_of_2(width)),
+            KIND=KINDS.index(act.kind), BLOCK=min(ROW_BLOCK, triton.next_power_of_2(width)),
         )  # fmt: skip
     return out
 

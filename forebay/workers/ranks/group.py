@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forebay.errors import NotWritable
-from forebay.models.parallel import Parallel
+from forebay.models.parallel import ExpertSplit, Parallel
 from forebay.models.traffic import Traffic
 from forebay.workers.ranks.context import ProcessContext
 
@@ -41,6 +41,11 @@ class ProcessRanks:
     @property
     def size(self) -> int:
         return self._size
+
+    @property
+    def experts(self) -> ExpertSplit:
+        """How experts are shared among them."""
+        return self.parallel.experts
 
     def meet(self, folder: Path, device: torch.device, collective_s: float) -> None:
         """Connect with the other ranks, which do the same. Blocks; raises what torch raises if they don't come, and so
@@ -91,6 +96,7 @@ class ProcessRanks:
 
     def gather_all(self, x: Tensor) -> Tensor:
         """See `Ranks`."""
+        self.traffic.add("experts", (self._size - 1) * x.numel() * x.element_size())
         out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
         dist.all_gather_single(_sendable(out), _sendable(x.contiguous()))
         return out
@@ -106,6 +112,7 @@ class ProcessRanks:
 
     def exchange(self, x: Tensor, given: Sequence[int], taken: Sequence[int]) -> Tensor:
         """See `Ranks`."""
+        self.traffic.add("experts", (len(x) - given[self._rank]) * x[:1].numel() * x.element_size())
         out = x.new_empty(sum(taken), *x.shape[1:])
         dist.all_to_all_single(_sendable(out), _sendable(x.contiguous()), list(taken), list(given))
         return out

@@ -16,7 +16,7 @@ from forebay.kernels.batch import Batch
 from forebay.kvstore.identity import Namespace, encode_namespace
 from forebay.models.base import CausalLM, KVGroup
 from forebay.models.loading import check_ranks, read_info
-from forebay.models.parallel import Parallel, check_parallel
+from forebay.models.parallel import ExpertSplit, Parallel, check_parallel
 from forebay.models.traffic import Traffic
 from forebay.workers.checkpoint import Checkpoint, find_checkpoint, fingerprint, load_found
 from forebay.workers.compute import ComputeThread
@@ -108,7 +108,7 @@ def shared_model(config: WorkerConfig, compute: ComputeThread, socket: Path) -> 
     size = parallel.size
     use_interface(ranks_interface(config.trusted_network))
     found = compute.call(lambda: find_checkpoint(config))
-    check_ranks(found.directory, parallel.tp)
+    check_ranks(found.directory, parallel.tp, parallel.experts)
     check_parallel(read_info(found.directory), parallel)
     devices = _devices(found.device, size)
     crew, ranks = Crew(size, config.distributed_timeout_s), ProcessRanks(0, size, parallel)
@@ -134,8 +134,14 @@ def parallel_of(config: WorkerConfig) -> Parallel:
     """What its ranks are."""
     return Parallel(
         config.tensor_parallel_size, config.decode_context_parallel_size, config.prefill_context_parallel_size,
-        config.cp_kv_cache_interleave_size, config.dcp_comm_backend, config.dcp_q_replicate,
+        config.cp_kv_cache_interleave_size, config.dcp_comm_backend, config.dcp_q_replicate, _experts(config),
     )  # fmt: skip
+
+
+def _experts(config: WorkerConfig) -> ExpertSplit:
+    if not config.enable_expert_parallel:
+        return "inside"
+    return "exchanged" if config.all2all_backend == "alltoall" else "gathered"
 
 
 def _start(
