@@ -36,6 +36,7 @@ RANKS = (
         "all2all_backend", one_of("allgather_reducescatter", "alltoall"), "allgather_reducescatter",
         "how tokens come to their experts, and the outcome back",
     ),
+    Setting("prefill_context_parallel_size", at_least(1), 1, "sets of processes that share out the tokens of prompts"),
     Setting("trusted_network", text, None, "interface that these may talk over", shown="loopback"),
     Setting("distributed_timeout", duration, 60.0, "how long these wait for one that is stopped or hangs", shown="60s"),
 )

@@ -32,6 +32,7 @@ from forebay.kernels.partial import (
     with_sinks,
 )
 from forebay.models.base import KVGroup
+from forebay.models.prompts import everyones, kept_slots
 from forebay.models.traffic import Backend, Exchange, Traffic
 
 if TYPE_CHECKING:
@@ -137,11 +138,8 @@ class DealtAttention:
 
     def write(self, pool: Tensor, batch: Batch, rows: Tensor) -> None:
         """Keep this rank's positions of the new `rows` [T, planes, dim]. Mutates `pool`."""
-        self.write_at(pool, batch, batch.groups[self.group.name].slots, rows)
-
-    def write_at(self, pool: Tensor, batch: Batch, slots: Tensor, rows: Tensor) -> None:
-        """As `write`, of rows whose `slots` are these, the same in all layers."""
-        own = batch.once(("own rows", self.group.name), lambda: self.context.dealing.own_rows(slots))
+        name, rows = self.group.name, everyones(batch, rows)
+        own = batch.once(("own rows", name), lambda: self.context.dealing.own_rows(kept_slots(batch, name)))
         _, layers, planes, _, tokens, dim = pool.shape
         first = (own.slots // tokens * layers + self.layer) * planes
         at = (first[:, None] + torch.arange(planes, device=pool.device)) * tokens + own.slots[:, None] % tokens

@@ -19,6 +19,7 @@ from forebay.kernels.mla import latent_attention, write_latents
 from forebay.models.base import KVGroup
 from forebay.models.context import DealtAttention, context_of, query_heads
 from forebay.models.layers import Linear, RMSNorm, accumulate_dtype
+from forebay.models.prompts import everyones, kept_slots
 from forebay.models.ranks import held_group, share_heads
 from forebay.models.rope import Rope, rotate, rotate_pairs
 from forebay.models.standard import columns
@@ -114,7 +115,8 @@ class LatentAttention:
         if self._dealt is not None:
             self._dealt.write(pool, batch, rows[:, None])
         else:
-            write_latents(pool, self._layer_in_group, batch.groups[self._group.name].slots, rows)
+            slots = kept_slots(batch, self._group.name)
+            write_latents(pool, self._layer_in_group, slots, everyones(batch, rows))
 
     def _attend(self, q: Tensor, rows: Tensor, pool: Tensor, batch: Batch) -> Tensor:
         if self._dealt is not None:

@@ -23,6 +23,7 @@ from forebay.kernels.experts import Activation, activate
 from forebay.kernels.rotary import HeadNorms
 from forebay.models.base import CausalLM, KVGroup, ModelInfo
 from forebay.models.context import Context, DealtAttention
+from forebay.models.prompts import SpreadBatch, everyones, kept_slots, results, spread_batch
 from forebay.models.ranks import ALONE, Embedding, Ranks, held_group
 from forebay.models.rope import Rope, rotate
 
@@ -225,12 +226,12 @@ class Attention:
             self._turn(qkv, batch)
             dispatch().ran("turn", "torch")  # the kernel would write all positions
             return self._mix_dealt(self._dealt, qkv, pool, batch, keep, x)
-        if dispatch().choose("turn", qkv, pool) == "triton":
+        if not isinstance(batch, SpreadBatch) and dispatch().choose("turn", qkv, pool) == "triton":
             self._turn_by_kernel(qkv, batch, pool)
         else:
             self._turn(qkv, batch)
-            rows = batch.once(("rows", group.name), lambda: slot_rows(pool, batch.groups[group.name].slots))
-            write_rows(pool, self._layer_in_group, rows, qkv[:, heads:])
+            rows = batch.once(("rows", group.name), lambda: slot_rows(pool, kept_slots(batch, group.name)))
+            write_rows(pool, self._layer_in_group, rows, everyones(batch, qkv[:, heads:]))
         if keep is not None and not len(keep):
             return x[:0]
         mixed = paged_attention(
@@ -349,13 +350,17 @@ class Decoder(CausalLM):
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: Mapping[str, Tensor]) -> Tensor:
         exact = accumulate_dtype(self.dtype)
+        prompts = self._ranks.prompts
+        if prompts is not None:
+            batch = spread_batch(batch, prompts)
         hidden = self._embedding(batch.token_ids).to(exact)
         if self._embed_scale != 1.0:
             hidden.mul_(self._embed_scale)
         for layer in self._layers[:-1]:
             hidden = layer(hidden, batch, kv, None)
         hidden = self._layers[-1](hidden, batch, kv, batch.logits_rows)
-        if not len(hidden):
+        hidden = results(batch, hidden)
+        if not len(hidden) or (prompts is not None and prompts.rank):
             return hidden.new_zeros(0, self.info.vocab_size)
         logits = self._gathered(self._head(self._norm(hidden, self.dtype))).to(exact)
         if self._logit_cap is not None:

@@ -23,6 +23,7 @@ from forebay.errors import ConfigError
 from forebay.models.base import KVGroup, ModelInfo
 from forebay.models.config import Config
 from forebay.models.context import Context, is_dealt
+from forebay.models.prompts import Prompts
 from forebay.models.parallel import ExpertSplit
 
 
@@ -41,6 +42,10 @@ class Ranks(Protocol):
     @property
     def context(self) -> Context | None:
         """Those among them that share a sequence's positions with this one; None: each has all of them."""
+
+    @property
+    def prompts(self) -> Prompts | None:
+        """Those beside them that share out prompts' new tokens with this one; None: each computes all of them."""
 
     def sum(self, x: Tensor) -> Tensor:
         """`x`, summed over all ranks in place: the same bits on each. It is contiguous."""
@@ -66,6 +71,7 @@ class Alone:
     rank: int = 0
     size: int = 1
     context: Context | None = None
+    prompts: Prompts | None = None
     experts: ExpertSplit = "inside"
 
     def sum(self, x: Tensor) -> Tensor:

@@ -57,6 +57,7 @@ class ThreadRank:
     meeting: Meeting
     rank: int
     context: None = None
+    prompts: None = None
     experts: ExpertSplit = "inside"
 
     @property

@@ -1,4 +1,4 @@
-"""The collectives of ranks that share out a sequence's positions, over torch.distributed; what they send is counted."""
+"""The collectives of ranks that share out positions or prompts, over torch.distributed; what they send is counted."""
 
 from __future__ import annotations
 
@@ -12,17 +12,11 @@ from forebay.models.parallel import Parallel
 from forebay.models.traffic import Backend, Traffic
 
 
-class ProcessContext:
-    """See `forebay.models.context.Context`, which says what its members are. `meet` comes before the first collective,
-    all are called from one thread."""
+class _Among:
+    """Some of a worker's ranks. `meet` comes before the first collective, all are called from one thread."""
 
-    prefill: Literal["auto"] = "auto"
-
-    def __init__(self, parallel: Parallel, rank: int, traffic: Traffic) -> None:
-        self.dealing: Dealing = parallel.dealing(rank)
-        self.backend: Backend = parallel.backend
-        self.replicated = parallel.replicated
-        self.traffic = traffic
+    def __init__(self, size: int, traffic: Traffic) -> None:
+        self.size, self.traffic = size, traffic
         self._group: dist.ProcessGroup | None = None
 
     def meet(self, group: dist.ProcessGroup | None) -> None:
@@ -30,11 +24,31 @@ class ProcessContext:
         self._group = group
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """See `Context`."""
+        """Every rank's `x`, of equal shapes: [size, *x.shape]."""
         x = x.contiguous()
-        found = x.new_empty(self.dealing.size, *x.shape)
+        found = x.new_empty(self.size, *x.shape)
         dist.all_gather_single(found.view(-1), x.view(-1), group=self._group)
         return found
+
+
+class ProcessPrompts(_Among):
+    """See `forebay.models.prompts.Prompts`."""
+
+    def __init__(self, parallel: Parallel, rank: int, traffic: Traffic) -> None:
+        super().__init__(parallel.pcp, traffic)
+        self.rank = parallel.prefill_rank(rank)
+
+
+class ProcessContext(_Among):
+    """See `forebay.models.context.Context`."""
+
+    prefill: Literal["auto"] = "auto"
+
+    def __init__(self, parallel: Parallel, rank: int, traffic: Traffic) -> None:
+        super().__init__(parallel.dcp, traffic)
+        self.dealing: Dealing = parallel.dealing(rank)
+        self.backend: Backend = parallel.backend
+        self.replicated = parallel.replicated
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """See `Context`."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor
 from forebay.errors import NotWritable
 from forebay.models.parallel import ExpertSplit, Parallel
 from forebay.models.traffic import Traffic
-from forebay.workers.ranks.context import ProcessContext
+from forebay.workers.ranks.context import ProcessContext, ProcessPrompts
 
 STORE_FILE = "ranks"
 
@@ -27,12 +27,18 @@ STORE_FILE = "ranks"
 class ProcessRanks:
     """See `forebay.models.ranks.Ranks`. `meet` comes before the first collective; all are called from one thread."""
 
-    def __init__(self, rank: int, size: int, parallel: Parallel | None = None) -> None:
-        self._rank, self._size = rank, size
+    def __init__(self, process: int, size: int, parallel: Parallel | None = None) -> None:
+        """`process` is the rank among all processes, of which there are `size`; with several sets of tensor parallel
+        ranks, `rank` and `size` are those in its set."""
         self.parallel = parallel or Parallel(tp=size)
+        assert self.parallel.size == size, (self.parallel, size)
+        self._process, self._processes = process, size
+        self._rank, self._size = self.parallel.tensor_rank(process), self.parallel.tp
+        self._group: dist.ProcessGroup | None = None
         self.traffic = Traffic()
         shares = self.parallel.dcp > 1
-        self.context = ProcessContext(self.parallel, rank, self.traffic) if shares else None
+        self.context = ProcessContext(self.parallel, process, self.traffic) if shares else None
+        self.prompts = ProcessPrompts(self.parallel, process, self.traffic) if self.parallel.pcp > 1 else None
 
     @property
     def rank(self) -> int:
@@ -53,25 +59,27 @@ class ProcessRanks:
         backend = "nccl" if device.type == "cuda" else "gloo"
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        store = dist.FileStore(str(folder / STORE_FILE), self._size)
+        store = dist.FileStore(str(folder / STORE_FILE), self._processes)
         dist.init_process_group(
-            backend, store=store, rank=self._rank, world_size=self._size, timeout=timedelta(seconds=collective_s)
-        )
+            backend, store=store, rank=self._process, world_size=self._processes,
+            timeout=timedelta(seconds=collective_s),
+        )  # fmt: skip
+        self._group = self._among(lambda rank: [rank - rank % self._size + step for step in range(self._size)])
         # The first collective connects: afterwards nobody needs the folder.
         self.sum(torch.zeros(1, device=device))
-        if self.context is not None:
-            self._meet_sharing(self.context, device)
+        for some, members in ((self.context, self.parallel.sharing), (self.prompts, self.parallel.reading)):
+            if some is not None:
+                some.meet(self._among(members))
+                some.all_gather(torch.zeros(1, device=device))
 
-    def _meet_sharing(self, context: ProcessContext, device: torch.device) -> None:
-        """Everybody makes every set of ranks that share positions, in the same order."""
-        if self.parallel.dcp == self._size:
-            return
-        for first in range(0, self._size, self.parallel.dcp):
-            ranks = self.parallel.sharing(first)
-            group = dist.new_group(ranks)
-            if self._rank in ranks:
-                context.meet(group)
-        context.all_gather(torch.zeros(1, device=device))
+    def _among(self, members: Callable[[int], list[int]]) -> dist.ProcessGroup | None:
+        """The group of this process, `members` saying who is in whose. All make all groups, in the same order."""
+        groups = {tuple(members(process)): None for process in range(self._processes)}
+        if len(groups) == 1:
+            return None
+        made = {ranks: dist.new_group(list(ranks)) for ranks in groups}
+        mine: dist.ProcessGroup = made[tuple(members(self._process))]
+        return mine
 
     def part(self) -> None:
         """End what `meet` began. No collective may be under way."""
@@ -81,24 +89,25 @@ class ProcessRanks:
     def sum(self, x: Tensor) -> Tensor:
         """See `Ranks`."""
         self.traffic.add("sum", x.numel() * x.element_size())
-        dist.all_reduce(x)
+        dist.all_reduce(x, group=self._group)
         return x
 
     def gather(self, x: Tensor) -> Tensor | None:
         """See `Ranks`."""
         self.traffic.add("logits", x.numel() * x.element_size() if self._rank else 0)
+        first = self._process - self._rank
         if self._rank:
-            dist.gather(x, dst=0)
+            dist.gather(x, dst=first, group=self._group)
             return None
         parts = [torch.empty_like(x) for _ in range(self._size)]
-        dist.gather(x, parts, dst=0)
+        dist.gather(x, parts, dst=first, group=self._group)
         return torch.cat(parts, dim=1)
 
     def gather_all(self, x: Tensor) -> Tensor:
         """See `Ranks`."""
         self.traffic.add("experts", (self._size - 1) * x.numel() * x.element_size())
         out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
-        dist.all_gather_single(_sendable(out), _sendable(x.contiguous()))
+        dist.all_gather_single(_sendable(out), _sendable(x.contiguous()), group=self._group)
         return out
 
     def sum_parts(self, x: Tensor) -> Tensor:
@@ -114,7 +123,7 @@ class ProcessRanks:
         """See `Ranks`."""
         self.traffic.add("experts", (len(x) - given[self._rank]) * x[:1].numel() * x.element_size())
         out = x.new_empty(sum(taken), *x.shape[1:])
-        dist.all_to_all_single(_sendable(out), _sendable(x.contiguous()), list(taken), list(given))
+        dist.all_to_all_single(_sendable(out), _sendable(x.contiguous()), list(taken), list(given), group=self._group)
         return out
 
 
