@@ -33,6 +33,8 @@ class Ranks:
             raise ConfigError(f"tp {self.tp} and dcp {self.dcp}: both are at least 1")
         if self.tp % self.dcp:
             raise ConfigError(f"dcp {self.dcp} must divide tp {self.tp}: it shares the tensor parallel ranks")
+        if BLOCK_TOKENS % self.dcp:
+            raise ConfigError(f"dcp {self.dcp} must divide the {BLOCK_TOKENS} tokens of a block, which it deals out")
         for group in _growing(info):
             copies = self.copies(group)
             if copies % self.dcp:
@@ -124,10 +126,11 @@ def footprint(info: ModelInfo, ranks: Ranks, itemsize: float, context: int) -> F
     """Of a request whose prompt and answer have `context` tokens, in whole blocks."""
     rank = whole = 0.0
     for group in info.kv_groups:
-        tokens = context if group.window is None else min(context, group.window)
-        own = tokens if group.window is not None else -(-tokens // ranks.dcp)
-        rank += _row_bytes(group, ranks.heads(group), itemsize) * _blocks(own)
-        whole += _row_bytes(group, group.kv_heads, itemsize) * _blocks(tokens)
+        tokens = _blocks(context if group.window is None else min(context, group.window))
+        # Every block is dealt out, so of whole blocks each rank has an equal part.
+        own = tokens if group.window is not None else tokens / ranks.dcp
+        rank += _row_bytes(group, ranks.heads(group), itemsize) * own
+        whole += _row_bytes(group, group.kv_heads, itemsize) * tokens
     return Footprint(round(rank), round(whole))
 
 

@@ -92,12 +92,16 @@ def test_latents_are_on_every_rank_unless_their_tokens_are_shared_out() -> None:
     without, shared = (fit(info, Ranks(8, dcp), BF16, budget, 32_768) for dcp in (1, 8))
     assert shared.requests == pytest.approx(8 * without.requests, abs=8) and without.requests > 0
     assert without.footprint.whole == shared.footprint.whole, "the store sees no ranks"
+    for context in (1, 15, 17, 4097):
+        without, shared = (footprint(info, Ranks(8, dcp), BF16, context) for dcp in (1, 8))
+        assert 8 * shared.rank == without.rank == without.whole, "blocks are dealt out, so nothing is rounded up"
 
 
 @pytest.mark.parametrize(
     ("values", "ranks", "named"),
     [
         (LLAMA, Ranks(8, 2), "dcp 2: with tp 8 .* on 1 rank at once"), (LLAMA, Ranks(4, 3), "dcp 3 must divide tp 4"),
+        (DEEPSEEK_V3, Ranks(6, 3), "dcp 3 must divide the 16 tokens of a block"),
         (QWEN3_30B, Ranks(3), "tp 3 must divide the 4 KV heads"), (QWEN3_30B, Ranks(6), "tp 6 must be a multiple of"),
         (QWEN3_30B, Ranks(16, 8), "on 4 ranks at once"), (LLAMA, Ranks(0), "at least 1"),
     ],
