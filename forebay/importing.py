@@ -10,11 +10,13 @@ from contextlib import contextmanager
 @contextmanager
 def nothing_collected() -> Iterator[None]:
     """Inside, Python's cycle collector rests: what is imported stays, and to look at it again and again is a quarter of
-    what importing torch takes. Afterwards the collector looks only at what is newer. For a process's start: not to be
-    nested."""
+    what importing torch takes. Afterwards the collector, if it was on, looks only at what is newer. For a process's
+    start: garbage of before is never collected."""
+    collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.enable()
+        if collecting:
+            gc.enable()

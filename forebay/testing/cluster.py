@@ -51,17 +51,19 @@ def wait_for(what: str, ready: Callable[[], Any], timeout_s: float = START_S) ->
 
 @dataclass
 class Process:
-    """One started command; its output goes to a file that a failure can show. `module` is what python runs."""
+    """One started command; its output goes to a file that a failure can show. `module` is what python runs, `threads`
+    are those that compute."""
 
     name: str
     arguments: list[str]
     log: Path
     module: str = "forebay"
+    threads: int = 2
     popen: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Process:
         """Start it in a process group of its own."""
-        environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1"}
+        environment = os.environ | {"OMP_NUM_THREADS": str(self.threads), "PYTHONUNBUFFERED": "1"}
         if threading.current_thread() is threading.main_thread():
             environment[PARENT_VARIABLE] = str(os.getpid())  # an interrupted test run leaves nothing behind
         with open(self.log, "ab") as out:
@@ -107,7 +109,8 @@ class Completion:
 class Cluster:
     """Processes of one test; `stop` ends them all and checks that nothing is left. `tiers` are tables of a store's
     configuration file; without, the store has one file tier, `fs`. `module` is what python runs of workers and front
-    ends, so that a test may plant a mistake."""
+    ends, so that a test may plant a mistake. `threads` are those of each process that compute: for tiny models one is
+    faster than two that wait for each other."""
 
     folder: Path
     model: Path
@@ -117,6 +120,7 @@ class Cluster:
     device_memory: str = "64MiB"
     tiers: str = ""
     module: str = "forebay"
+    threads: int = 2
     processes: dict[str, Process] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
 
@@ -205,7 +209,7 @@ class Cluster:
 
     def _start(self, name: str, arguments: list[str]) -> Process:
         module = "forebay" if name == "store" else self.module
-        process = Process(name, arguments, self.folder / f"{name}.log", module).start()
+        process = Process(name, arguments, self.folder / f"{name}.log", module, threads=self.threads).start()
         self.processes[name] = process
         return process
 

@@ -37,7 +37,7 @@ PROMPT = [(13 * number) % (VOCAB - 10) + 5 for number in range(70)]
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     pytest.importorskip("llguidance", reason="the extra `guided` isn't installed")
     folder = tmp_path_factory.mktemp("steered")
-    cluster = Cluster(folder, tiny_qwen3(folder / "model", chat_template=TEMPLATE))
+    cluster = Cluster(folder, tiny_qwen3(folder / "model", chat_template=TEMPLATE), threads=1)
     cluster.start_store()
     start_worker(cluster)
     cluster.start_frontend("front", "worker")

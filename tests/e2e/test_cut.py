@@ -68,7 +68,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("cut")
     tiny_windowed(folder / "model")
     (folder / "keep").touch()
-    made = Cluster(folder, folder / "model", chunk_tokens=CHUNK)
+    made = Cluster(folder, folder / "model", chunk_tokens=CHUNK, threads=1)
     made.tiers = (
         '[tiers.slow]\nkind = "forebay.testing.throttled:ThrottledFiles"\n'
         f'directory = "{folder}/files"\npace = "{folder}/pace"\nkeep = "{folder}/keep"\nquota_bytes = "1GiB"\n'

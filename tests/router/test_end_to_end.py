@@ -33,7 +33,7 @@ TEMPLATE = (
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("router")
     tiny_qwen3(folder / "model", chat_template=TEMPLATE)
-    made = Cluster(folder, folder / "model")
+    made = Cluster(folder, folder / "model", threads=1)
     events = {name: (free_port(), free_port()) for name in ("store", "w0", "w1")}
     urls = {name: tuple(f"tcp://127.0.0.1:{port}" for port in ports) for name, ports in events.items()}
     made.start_store(events=urls["store"][0], replay=urls["store"][1])

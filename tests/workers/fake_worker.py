@@ -9,14 +9,17 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-from torch import Tensor
+from forebay.importing import nothing_collected
 
-from forebay.kernels.batch import Batch
-from forebay.models.base import CausalLM
-from forebay.workers.config import WorkerConfig
-from forebay.workers.worker import run_worker
-from tests.workers.fake_model import FakeModel
+with nothing_collected():
+    import torch
+    from torch import Tensor
+
+    from forebay.kernels.batch import Batch
+    from forebay.models.base import CausalLM
+    from forebay.workers.config import WorkerConfig
+    from forebay.workers.worker import run_worker
+    from tests.workers.fake_model import FakeModel
 
 BUSY_S = 3.0
 
