@@ -45,7 +45,7 @@ class Bounds:
 @dataclass(slots=True, eq=False)
 class Generation:
     """A request under way. `sources` say where its cached prefix came from; `adjustment` is set if its parameters
-    adjust logits."""
+    adjust logits; `broken` says why it can't go on, in words for the client."""
 
     key: RequestKey
     ask: Generate
@@ -55,6 +55,7 @@ class Generation:
     adjustment: Adjustment | None = None
     started: bool = False
     sources: dict[str, int] = field(default_factory=dict)
+    broken: str = ""
 
     @property
     def emitted(self) -> int:
@@ -69,6 +70,8 @@ class Generation:
     @property
     def failure(self) -> str:
         """Why it had to end, in words for the client; empty if it ended well."""
+        if self.broken:
+            return self.broken
         guide = None if self.adjustment is None else self.adjustment.guide
         return f"the grammar can't be followed: {guide.error}" if guide is not None and guide.error else ""
 
@@ -81,6 +84,8 @@ class Generation:
     def end(self) -> FinishReason | None:
         """Why this is over, now that a token has been appended (or was given), or None."""
         tokens, sampling = self.request.tokens, self.ask.sampling
+        if self.broken:
+            return "error"
         if self.emitted and tokens[-1] in self.ends:
             return "stop"
         guide = None if self.adjustment is None else self.adjustment.guide
@@ -101,8 +106,10 @@ def begin(key: RequestKey, ask: Generate, bounds: Bounds) -> Generation | str:
     if wrong:
         return wrong
     tokens = np.frombuffer(ask.prompt + ask.emitted, dtype="<u4")
-    named = max((*ask.sampling.logit_bias, *ask.sampling.stop_token_ids), default=0)
-    prompt_tokens, highest = len(ask.prompt) // 4, max(int(tokens.max()), named)
+    named = (*ask.sampling.logit_bias, *ask.sampling.stop_token_ids)
+    prompt_tokens, highest = len(ask.prompt) // 4, max((int(tokens.max()), *named))
+    if min(named, default=0) < 0:
+        return f"token id {min(named)} is out of range; ids begin at 0"
     if highest >= bounds.vocab_size:
         return f"token id {highest} is out of range; the model's vocabulary has {bounds.vocab_size} tokens"
     if prompt_tokens >= bounds.tokens_max:

@@ -23,6 +23,10 @@ LEAVING = "leaving"
 """The whole error of a request that a draining worker doesn't take: a front end asks another one."""
 
 
+NO_NUMBER = "the model's answer is no number"
+"""The beginning of the error of a request whose logits overflowed, which is nobody's fault but the model's."""
+
+
 class WorkerMessage(
     msgspec.Struct, frozen=True, tag=True, tag_field="type", forbid_unknown_fields=True, kw_only=True
 ):

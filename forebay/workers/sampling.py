@@ -13,15 +13,18 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from forebay.errors import ForebayError
 from forebay.workers.adjusting import Adjustment, Logits
 from forebay.workers.guiding import GRAMMAR_CHARACTERS_MAX
-from forebay.workers.protocol import Sampling, TokenScore
+from forebay.workers.protocol import NO_NUMBER, Sampling, TokenScore
 
 Weights = NDArray[np.float64]
 Tokens = NDArray[np.intp]
 
 LOGPROBS_MAX = 20
 BIAS_MAX = 100.0
+REPETITION_MIN, REPETITION_MAX = 0.01, 100.0
+"""Far smaller ones would make logits infinite."""
 BIASED_MAX = 1024
 STOP_IDS_MAX = 128
 _NEGLIGIBLE = 45.0
@@ -35,6 +38,10 @@ class Sampled:
     token: int
     logprob: float | None = None
     top: list[tuple[int, float]] = field(default_factory=list)
+
+
+class NoToken(ForebayError):
+    """No token can be chosen from these logits."""
 
 
 def check_sampling(sampling: Sampling) -> str | None:
@@ -60,8 +67,9 @@ def _check_adjustments(sampling: Sampling) -> str | None:
         return f"min_p is {sampling.min_p}; it must lie between 0 and 1"
     if not 0 <= sampling.min_tokens <= sampling.max_tokens:
         return f"min_tokens is {sampling.min_tokens}; it must lie between 0 and max_tokens ({sampling.max_tokens})"
-    if not 0 < sampling.repetition_penalty <= 100:
-        return f"repetition_penalty is {sampling.repetition_penalty}; it must be above 0 and at most 100"
+    if not REPETITION_MIN <= sampling.repetition_penalty <= REPETITION_MAX:
+        told = f"it must lie between {REPETITION_MIN} and {REPETITION_MAX:.0f}"
+        return f"repetition_penalty is {sampling.repetition_penalty}; {told}"
     for name in ("presence_penalty", "frequency_penalty"):
         if not -2 <= getattr(sampling, name) <= 2:
             return f"{name} is {getattr(sampling, name)}; it must lie between -2 and 2"
@@ -75,10 +83,12 @@ def _check_adjustments(sampling: Sampling) -> str | None:
 
 
 def sample(logits: Logits, sampling: Sampling, position: int, adjustment: Adjustment | None = None) -> Sampled:
-    """Choose the token at `position` (counted over prompt and output) from one row of logits [vocab]."""
+    """Choose the token at `position` (counted over prompt and output) from one row of logits [vocab]. Raises NoToken if
+    a model has overflowed."""
     adjusted = logits if adjustment is None else adjustment.apply(logits)
     if sampling.temperature == 0:
         token = int(np.argmax(adjusted))
+        _finite(float(adjusted[token]))
     else:
         token = _draw(adjusted, sampling, uniform(sampling.seed, sampling.choice, position))
     if sampling.logprobs is None:
@@ -116,12 +126,19 @@ def candidates(logits: Logits, sampling: Sampling) -> tuple[Tokens, Weights]:
 
 def _weights(logits: Logits, temperature: float) -> tuple[Tokens, Weights]:
     """Tokens whose weight is not negligible, in ascending order, and their weights, the largest being 1."""
-    highest = float(logits.max())
+    highest = _finite(float(logits.max()))
     heavy = logits >= highest - _NEGLIGIBLE * temperature
     if 2 * int(np.count_nonzero(heavy)) > len(logits):  # then choosing costs more than it saves
         return np.arange(len(logits)), np.exp((logits.astype(np.float64) - highest) / temperature)
     tokens = np.flatnonzero(heavy)
     return tokens, np.exp((logits[tokens].astype(np.float64) - highest) / temperature)
+
+
+def _finite(highest: float) -> float:
+    """The highest logit of a row; of a row with NaN it is NaN."""
+    if not math.isfinite(highest):
+        raise NoToken(f"{NO_NUMBER} ({highest}): nothing can be chosen from it")
+    return highest
 
 
 def heaviest(values: Weights, count: int) -> Tokens:
@@ -160,7 +177,10 @@ def _with_logprobs(logits: Logits, token: int, count: int) -> Sampled:
 
 
 def score(logits: Logits, token: int, count: int) -> TokenScore:
-    """How likely `token` was by this row, its rank among all (1: the likeliest), and the `count` likeliest."""
+    """How likely `token` was by this row, its rank among all (1: the likeliest), and the `count` likeliest. Raises
+    NoToken if a model has overflowed."""
+    _finite(float(logits.max()))
     told = _with_logprobs(logits, token, count)
-    assert told.logprob is not None and math.isfinite(told.logprob), (token, told.logprob)
+    assert told.logprob is not None, token
+    _finite(told.logprob)
     return TokenScore(told.logprob, 1 + int(np.count_nonzero(logits > logits[token])), told.top)

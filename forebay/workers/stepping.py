@@ -15,7 +15,7 @@ from forebay.workers.batching import build_batch
 from forebay.workers.generation import Generation
 from forebay.workers.holdings import Holdings
 from forebay.workers.outbox import Outbox
-from forebay.workers.sampling import sample, score
+from forebay.workers.sampling import NoToken, sample, score
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +39,23 @@ class Stepper:
         return rows
 
     def choose(self, work: Work, generation: Generation, rows: Iterator[Logits]) -> bool:
-        """Account for one work: score its part of a prompt, and append a token if one is due (then True)."""
+        """Account for one work: score its part of a prompt, and append a token if one is due (then True).
+        True also for one that can't go on: it is `broken`."""
         request, due, scored = work.request, work.samples, work.scored
-        if scored:
-            self._score(generation, scored, rows)
+        # Its rows are taken first, whatever becomes of them: the next ones are others'.
+        told, last = [next(rows) for _ in scored], next(rows) if due else None
         request.computed = work.end
         if request.fresh and work.end >= request.prompt_tokens - 1:
             request.fresh = False  # all that was wanted is told; should it come back, it may use what is cached
-        if not due:
-            return False
-        chosen = sample(next(rows), generation.ask.sampling, len(request.tokens), generation.adjustment)
+        try:
+            if told:
+                self._score(generation, scored, told)
+            if last is None:
+                return False
+            chosen = sample(last, generation.ask.sampling, len(request.tokens), generation.adjustment)
+        except NoToken as error:
+            generation.broken = str(error)
+            return True
         request.tokens.append(chosen.token)
         if generation.adjustment is not None:
             generation.adjustment.append(chosen.token)
@@ -56,8 +63,8 @@ class Stepper:
         self.outbox.token(generation.key, generation.emitted - 1, chosen)
         return True
 
-    def _score(self, generation: Generation, scored: range, rows: Iterator[Logits]) -> None:
+    def _score(self, generation: Generation, scored: range, rows: Sequence[Logits]) -> None:
         count = generation.ask.sampling.prompt_logprobs or 0
         tokens = generation.request.tokens
-        scores = [score(next(rows), tokens[position + 1], count) for position in scored]
+        scores = [score(row, tokens[position + 1], count) for row, position in zip(rows, scored, strict=True)]
         self.outbox.scores(generation.key, scored.start + 1, scores)

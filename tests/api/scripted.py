@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from forebay.ipc.framing import FrameBuffer
 from forebay.ipc.sockets import listen
 from forebay.kvstore.identity import GroupGeometry, Namespace, encode_namespace, unpack_tokens
@@ -64,12 +66,14 @@ class ScriptedWorker:
     cancelled: list[str] = field(default_factory=list)
     on_ask: Callable[[Generate], None] | None = None
     model: str = "scripted"
+    weights: bytes = NAMESPACE.weights
     store: str = "connected"
     guided: bool = True
     stalled_s: float = 0.0
     draining: bool = False
     silent: bool = False
     moved: list[str] = field(default_factory=list)
+    begun: list[str] = field(default_factory=list)
     _writers: list[asyncio.StreamWriter] = field(default_factory=list)
     _tasks: dict[tuple[str, int], asyncio.Task[None]] = field(default_factory=dict)
     _server: asyncio.Server | None = None
@@ -137,7 +141,8 @@ class ScriptedWorker:
     def _description(self) -> Description:
         return Description(
             boot=str(id(self)), pid=1, model=self.model, vocab_size=VOCAB, max_context=CONTEXT, eos_ids=[EOS],
-            namespace=encode_namespace(NAMESPACE), store=self.store, guided=self.guided,
+            namespace=encode_namespace(msgspec.structs.replace(NAMESPACE, weights=self.weights)), store=self.store,
+            guided=self.guided,
         )  # fmt: skip
 
     async def _generate(self, ask: Generate) -> None:
@@ -148,6 +153,7 @@ class ScriptedWorker:
             return
         cached = {"device": 16, "host": 32} if len(ask.prompt) // 4 > 48 else {}
         self.say(Started(id=ask.id, attempt=ask.attempt, cached_tokens=sum(cached.values()), cached=cached))
+        self.begun.append(ask.id)
         if ask.sampling.prompt_logprobs is not None:
             self._say_scores(ask, ask.sampling.prompt_logprobs)
         script, done = script_of(ask.prompt), len(ask.emitted) // 4

@@ -44,6 +44,7 @@ class Front:
     sockets: tuple[str, ...] = ("worker.sock",)
     prefill: tuple[Path, ...] = ()
     workers: tuple[ScriptedWorker, ...] = ()
+    splitter: Any = None
     fleet: Fleet = field(init=False)
     port: int = 0
 
@@ -66,7 +67,7 @@ class Front:
         self.fleet = Fleet([self.folder / name for name in self.sockets], self.max_calls, self.give_up_s, self.prefill)
         service = ApiService(
             self.fleet, ByteCodec(), LineChat() if self.chat else None, Metrics(), "", self.kv_address,
-            FORMATS.get(self.tools),
+            FORMATS.get(self.tools), self.splitter,
         )  # fmt: skip
         app = make_app(service, self.keys or open_to_all(self.folder / "state"))
         bound = bind("127.0.0.1", 0)

@@ -219,6 +219,37 @@ def test_a_request_that_ends_its_workers_is_not_offered_for_ever(tmp_path: Path)
         assert not front.fleet.calls
 
 
+def test_neither_is_one_whose_workers_die_after_they_have_begun_it(tmp_path: Path) -> None:
+    """What ends them may come late in a long prompt. Only what a later worker finds stored is a sign of progress."""
+    with Front(tmp_path, worker=ScriptedWorker(tmp_path / "worker.sock", hold=0)) as front:
+        reader = Reader(front, "x" * 100 + "|" + TEXT)
+        died = 0
+        while reader.is_alive() and died < 2 * DEATHS_MAX:
+            front.wait_until(lambda: not reader.is_alive() or bool(front.worker and front.worker.begun))
+            front.replace_worker(ScriptedWorker(tmp_path / "worker.sock", hold=0))
+            died += 1
+            reader.join(0.1)
+        reader.done()
+        assert reader.status == 503 and died == DEATHS_MAX
+        assert not front.fleet.calls
+
+
+def test_who_once_had_no_room_is_asked_again_when_the_other_one_dies(pair: Pair) -> None:
+    first, full, other = pair.halted()
+    full.refuse, other.silent = "busy", True
+    second = Reader(pair.front, "|" + TEXT)
+    pair.front.wait_until(lambda: len(other.asked) == 1)
+    full.refuse, full.hold = "", None
+    dies(other, pair.front)
+    second.done()
+    assert second.text == TEXT and second.finish == "stop"
+    dies(full, pair.front)  # it still has the first one
+    pair.workers[pair.workers.index(full)] = replaced = ScriptedWorker(full.path)
+    pair.front.run(replaced.start())
+    first.done()
+    assert first.text == TEXT
+
+
 def test_choices_of_one_prompt_stay_together(pair: Pair) -> None:
     for worker in pair.workers:
         worker.hold = None
@@ -226,18 +257,39 @@ def test_choices_of_one_prompt_stay_together(pair: Pair) -> None:
     assert sorted(len(worker.asked) for worker in pair.workers) == [0, 4]
 
 
-def test_a_worker_of_another_model_gets_nothing(pair: Pair) -> None:
+@pytest.mark.parametrize("other", [{"model": "other"}, {"weights": b"v" * 32}])
+def test_a_worker_of_another_model_or_other_weights_gets_nothing(pair: Pair, other: dict[str, object]) -> None:
     for worker in pair.workers:
         worker.hold = None
     pair.front.run(pair.workers[1].die())
     pair.front.wait_until(lambda: not pair.front.fleet.links[1].connected)
-    pair.workers[1] = ScriptedWorker(pair.workers[1].path, model="other")
+    pair.workers[1] = ScriptedWorker(pair.workers[1].path, **other)  # type: ignore[arg-type]
     pair.front.run(pair.workers[1].start())
     pair.front.wait_until(lambda: pair.front.fleet.links[1].misfit)
     for number in range(6):
         assert pair.front.complete(f"{number}|x").status_code == 200
     assert not pair.workers[1].asked
     assert pair.front.get("/health").json()["workers"]["b"]["state"] == "misfit"
+
+
+def test_an_answer_does_not_go_on_with_other_weights(tmp_path: Path) -> None:
+    with Front(tmp_path, worker=ScriptedWorker(tmp_path / "worker.sock", hold=AT)) as front:
+        reader = Reader(front, "|" + TEXT)
+        front.wait_until(lambda: len(reader.ids) == AT)
+        front.replace_worker(ScriptedWorker(tmp_path / "worker.sock", weights=b"v" * 32))
+        reader.done()
+        assert reader.text == TEXT[:AT] and "other weights" in reader.errors[0]["message"]
+        assert front.complete("|x").status_code == 200, "the next ones are answered by the new ones"
+
+
+def test_when_all_have_other_weights_all_get_calls_again(pair: Pair) -> None:
+    for number in (1, 0):
+        pair.front.run(pair.workers[number].die())
+        pair.front.wait_until(lambda: not pair.front.fleet.links[number].connected)  # noqa: B023 - called at once
+        pair.workers[number] = ScriptedWorker(pair.workers[number].path, weights=b"v" * 32)
+        pair.front.run(pair.workers[number].start())
+        pair.front.wait_until(lambda: pair.front.fleet.links[number].connected)  # noqa: B023
+    assert all(link.able for link in pair.front.fleet.links)
 
 
 def test_health_and_metrics_tell_workers_apart(pair: Pair) -> None:

@@ -59,6 +59,7 @@ def test_what_cannot_be_resumed_is_refused_by_name(front: Front) -> None:
         {"resume_token_ids": [[5], [5]], "stream": True},
         {"resume_token_ids": [[5] * 101], "stream": True},
         {"resume_token_ids": [["x"]], "stream": True},
+        {"resume_token_ids": [[5, 258]], "stream": True},
     ):
         answer = front.complete("say|x", **more)
         assert answer.status_code == 400 and "resume_token_ids" in answer.json()["error"]["message"], answer.text

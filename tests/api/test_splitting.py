@@ -8,17 +8,20 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 import xxhash
 
 from forebay.kvstore.client import StoreClient
 from forebay.kvstore.identity import chunk_keys, encode_namespace, pack_tokens, root_key
 from forebay.kvstore.protocol import Explained, NewChunk, TierReach, Written
+from forebay.testing import web
 from forebay.tiers.p2p.options import Address
 from forebay.workers.api.fleet import Fleet
 from forebay.workers.api.splitting import VIEWS_MAX, RemotePrefill, Splitter, StoreView, reach_of
 from forebay.workers.protocol import Description
-from tests.api.scripted import NAMESPACE
+from tests.api.scripted import NAMESPACE, ScriptedWorker
+from tests.api.serving import Front
 from tests.workers.processes import start_store
 
 PROMPT = list(range(5, 205))
@@ -186,6 +189,35 @@ def test_another_host_is_told_the_prompt_and_that_its_kv_will_be_fetched() -> No
             assert not await host.remote.prefill([1, 2, 3], None, None)
 
     asyncio.run(play())
+
+
+class Slow:
+    """A splitter whose prefill host takes for ever."""
+
+    def __init__(self) -> None:
+        self.asked = self.left = 0
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    async def local(self, *prompt: object) -> bool:
+        self.asked += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.left += 1
+        raise AssertionError
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_client_that_leaves_is_not_prefilled_for(tmp_path: Path, path: str) -> None:
+    slow = Slow()
+    body = {"prompt": "|x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    with Front(tmp_path, worker=ScriptedWorker(tmp_path / "worker.sock"), splitter=slow) as front:
+        with pytest.raises(httpx.ReadTimeout):
+            web.post(front.url + path, json=body | {"max_tokens": 5}, timeout=0.5)
+        front.wait_until(lambda: slow.left == 1)
+        assert slow.asked == 1 and not front.fleet.calls
 
 
 def test_what_a_host_was_asked_is_given_up_as_soon_as_it_is_gone() -> None:

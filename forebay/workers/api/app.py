@@ -135,12 +135,12 @@ class _Routes:
 
     async def completions(self, request: Request, tenant: Tenant) -> Response:
         body = parse(await body_of(request), CompletionBody)
-        answer = await self._service.completion(body, tenant, *self._told(request))
+        answer = await unless_gone(request.receive, self._service.completion(body, tenant, *self._told(request)))
         return await self._respond(request, answer, body.stream)
 
     async def chat(self, request: Request, tenant: Tenant) -> Response:
         body = parse(await body_of(request), ChatBody)
-        answer = await self._service.chat_completion(body, tenant, *self._told(request))
+        answer = await unless_gone(request.receive, self._service.chat_completion(body, tenant, *self._told(request)))
         return await self._respond(request, answer, body.stream)
 
     @staticmethod

@@ -38,7 +38,7 @@ class Call:
 
     Where it is, kept by the fleet: `link` (None: it waits), `last` where it was last, `full` those that turned it away,
     `moving` while it is to leave its worker, `alone_since` when it last had one, `lost_at` when that was found dead,
-    `deaths` how many it has lost in a row without a sign of progress.
+    `deaths` how many it has lost in a row without progress: a token, or more of it stored than any found (`furthest`).
     """
 
     id: str
@@ -70,6 +70,7 @@ class Call:
     alone_since: float | None = None
     lost_at: float | None = None
     deaths: int = 0
+    furthest: int = 0
 
     @property
     def home(self) -> bytes:
@@ -89,7 +90,9 @@ class Call:
 
     def began(self, attempt: int, cached: dict[str, int]) -> None:
         """The worker knows what was cached. Only the first attempt counts: later ones find their own work."""
-        self.fresh, self.deaths = False, 0
+        self.fresh = False
+        if sum(cached.values()) > self.furthest:
+            self.furthest, self.deaths = sum(cached.values()), 0
         if attempt == self.attempt and self.cached is None:
             self.cached = cached
 

@@ -14,7 +14,7 @@ from forebay.workers.api.stops import StopFinder
 from forebay.workers.api.text import Codec, Decoder
 from forebay.workers.api.tool_formats import ToolCall
 from forebay.workers.api.tools import ForcedFinder, Found, ToolFinder
-from forebay.workers.protocol import BUSY, TokenOut
+from forebay.workers.protocol import BUSY, NO_NUMBER, TokenOut
 
 ClientFinish = Literal["stop", "length", "tool_calls"]
 
@@ -133,4 +133,6 @@ def failure(ended: Ended) -> ApiError:
         return busy("the worker's queue is full; try again later", RETRY_AFTER_S)
     if ended.reason == "cancelled" or ended.error.startswith("no worker"):
         return unavailable(ended.error or "the worker gave this request up; try again")
+    if ended.error.startswith(NO_NUMBER):
+        return ApiError(500, ended.error, kind="server_error")
     return bad(ended.error or "the worker can't answer this request")

@@ -20,6 +20,8 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from forebay.errors import ProtocolError
+from forebay.kvstore.identity import decode_namespace
 from forebay.workers.api.calls import Call
 from forebay.workers.api.errors import busy, unavailable
 from forebay.workers.api.link import Role, WorkerLink
@@ -43,8 +45,9 @@ log = logging.getLogger(__name__)
 RETRY_AFTER_S = 1
 OFFER_AGAIN_S = 0.2
 LOOK_S = 0.1
-DEATHS_MAX = 5
-"""A call that has lost so many workers in a row, none of which began it, is taken for what ends them."""
+DEATHS_MAX = 4
+"""A call that has lost so many workers in a row, none of which got further with it, is taken for what ends them. One
+fewer than how often in a row `forebay serve` starts a worker again that ends early."""
 SLACK_CALLS = 2
 """A prompt's own worker is taken unless it has so many calls more than another one."""
 
@@ -205,7 +208,7 @@ class Fleet:
             if link.stalled:
                 self._take_from(call)
                 self._lost_worker(call)
-                self._offer(call)
+                self._go_on(call)
             elif link.draining and not call.moving:
                 call.moving = True
                 link.send(Cancel(id=call.id, attempt=call.attempt, move=True))
@@ -236,17 +239,21 @@ class Fleet:
 
     def met(self, link: WorkerLink, description: Description) -> None:
         """`Hears`: a worker is there. It gets what waits, and what stands at others that can't go on."""
-        known = self.description
-        if known is not None and _model(known) != _model(description):
+        known, model = self.description, _model(description)
+        if known is not None and _model(known) != model:
             if any(other.connected and not other.misfit for other in self.links if other is not link):
-                log.error("the worker on %s serves %s, the others %s: it gets no calls", link.path, description.model,
-                          known.model)  # fmt: skip
+                log.error("the worker on %s serves %s, the others %s%s: it gets no calls", link.path, description.model,
+                          known.model, " of other weights" if known.model == description.model else "")  # fmt: skip
                 link.misfit = True
                 return
             for call in list(self.calls.values()):
-                why = f"no worker of {known.model} is left: {description.model} came instead"
+                came = description.model + (" with other weights" if known.model == description.model else "")
+                why = f"no worker of {known.model} is left: {came} came instead"
                 self._end(call, call.attempt, "error", why)
         self._agree()
+        for other in self.links:
+            if other.misfit and other.description is not None:  # now it may be the others that have changed
+                other.misfit = _model(other.description) != model
         self._met.set()
         self._offer_all(self.calls.values())
         for other in self.links:
@@ -261,7 +268,8 @@ class Fleet:
             call.link, call.moving = None, False
             self._lost_worker(call)
         self._agree()
-        self._offer_all(calls)
+        for call in calls:
+            self._go_on(call)
 
     def changed(self, link: WorkerLink) -> None:
         """`Hears`: a worker stands still or drains, or no longer does."""
@@ -317,13 +325,18 @@ class Fleet:
         if message.reason == "moved":
             self.counters.moved += 1
             call.fresh = False
-            self._offer(call)
+            self._go_on(call)
         elif message.reason == "cancelled" or message.error == LEAVING:
-            self._offer(call)  # the worker is leaving; another one goes on
+            self._go_on(call)  # the worker is leaving; another one goes on
         elif message.error == BUSY:
             self._turned_away(link, call, message)
         else:
             self._end(call, message.attempt, message.reason, message.error)
+
+    def _go_on(self, call: Call) -> None:
+        """Its worker has it no more. Those that once had no room for it are asked anew: there may be nobody else."""
+        call.full.clear()
+        self._offer(call)
 
     def _turned_away(self, link: WorkerLink, call: Call, message: Finished) -> None:
         """It was full: another one is asked; where all are, who had begun is offered again, and who is new ends."""
@@ -373,5 +386,11 @@ class Fleet:
         return "connected" if "connected" in states else states[0] if states else "unknown"
 
 
-def _model(description: Description) -> tuple[str, int]:
-    return description.model, description.vocab_size
+def _model(description: Description) -> tuple[object, ...]:
+    """What decides the tokens of an answer. A name proves nothing: somebody may have replaced the weights behind it."""
+    try:
+        found = decode_namespace(description.namespace)
+    except ValueError as error:
+        raise ProtocolError(f"the worker's namespace can't be read: {error}") from error
+    arithmetic = found.weights, found.epoch, found.compute, found.quantisation, found.positions
+    return description.model, description.vocab_size, *arithmetic

@@ -8,7 +8,7 @@ from typing import Any
 from forebay.workers.api.bodies import MAX_TOP_LOGPROBS, Common, within
 from forebay.workers.api.errors import bad
 from forebay.workers.protocol import Sampling
-from forebay.workers.sampling import BIAS_MAX, BIASED_MAX, STOP_IDS_MAX
+from forebay.workers.sampling import BIAS_MAX, BIASED_MAX, REPETITION_MAX, REPETITION_MIN, STOP_IDS_MAX
 
 SEED_BITS = 63
 PRIORITY_MAX = 100
@@ -59,9 +59,7 @@ def _adjustments(body: Common, max_tokens: int, vocab: int) -> dict[str, Any]:
     least = body.min_tokens or 0
     within("presence_penalty", presence, -2, 2)
     within("frequency_penalty", frequency, -2, 2)
-    within("repetition_penalty", repetition, 0, 100)
-    if repetition == 0:
-        raise bad("repetition_penalty is 0; it takes more than 0 and at most 100", "repetition_penalty")
+    within("repetition_penalty", repetition, REPETITION_MIN, REPETITION_MAX)
     within("min_tokens", least, 0, max_tokens)
     return {
         "presence_penalty": presence, "frequency_penalty": frequency, "repetition_penalty": repetition,

@@ -213,6 +213,7 @@ class ApiService:
         for prompt in prompts:
             self._check_prompt(prompt, sampling)
         emitted = resumed_of(body, candidates * len(prompts), sampling.max_tokens)
+        self._check_ids("resume_token_ids", max(map(max, filter(None, emitted)), default=0))
         ends = ends_of(sampling, frozenset(self.worker.eos_ids))
         choices: list[Choice] = []
         try:
@@ -253,7 +254,7 @@ class ApiService:
                 self.metrics.transfers.labels(party).inc()
 
     def _check_prompt(self, prompt: list[int], sampling: Sampling) -> None:
-        context, vocab = self.worker.max_context, self.worker.vocab_size
+        context = self.worker.max_context
         scores = len(prompt) * (1 + (sampling.prompt_logprobs or 0)) if sampling.prompt_logprobs is not None else 0
         if scores > MAX_PROMPT_SCORES:
             raise bad(
@@ -263,8 +264,7 @@ class ApiService:
             )  # fmt: skip
         if not prompt:
             raise bad("prompt has no tokens; it takes at least one", "prompt")
-        if max(prompt) >= vocab:
-            raise bad(f"prompt has token id {max(prompt)}; the model's ids end at {vocab - 1}", "prompt")
+        self._check_ids("prompt", max(prompt))
         if len(prompt) >= context:
             raise ApiError(
                 400, f"the prompt has {len(prompt)} tokens; the context holds {context}, prompt and answer together",
@@ -276,6 +276,11 @@ class ApiService:
                 f"{context}; ask for at most {context - len(prompt)}", param="max_tokens",
                 code="context_length_exceeded",
             )  # fmt: skip
+
+    def _check_ids(self, field: str, highest: int) -> None:
+        vocab = self.worker.vocab_size
+        if highest >= vocab:
+            raise bad(f"{field} has token id {highest}; the model's ids end at {vocab - 1}", field)
 
     async def _ids(self, prompt: Prompt) -> list[int]:
         return prompt if isinstance(prompt, list) else await self.encode(prompt, special=True)
