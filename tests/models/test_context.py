@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from forebay.kernels.dealing import Dealing
 from forebay.models.context import Prefill
 from forebay.models.loading import load_model
 from forebay.models.ranks import Alone
-from forebay.models.traffic import Backend, Traffic
+from forebay.models.traffic import Backend, Exchange, Traffic
 from tests import checkpoints
 from tests.models.test_ranks import CPU, Maker, Meeting, ThreadRank
 from tests.parity.families import FAMILIES
@@ -197,3 +198,63 @@ def check_pools(whole: Runner, parts: list[Runner], way: Way) -> None:
             own = [position for position in range(16) if dealing.owner(position) == dealing.rank]
             assert found.shape[4] == len(own) == 16 // way.dcp
             torch.testing.assert_close(found, expected[:, :, :, head : head + 1, own], rtol=0, atol=1e-11)
+
+
+# --- what is sent --------------------------------------------------------------------------------------------
+
+
+def decodes(context: int, count: int) -> Pieces:
+    """Two prompts, then steps of nothing but decodes."""
+    a, b = ids(context + count, 7), ids(2 * context + count, 8)
+    steps = [{0: a[i : i + 1], 1: b[context + i : context + i + 1]} for i in range(context, context + count)]
+    return [{0: a[:context], 1: b[: 2 * context]}, *steps]
+
+
+def exchange_of(way: Way, latent: bool) -> Exchange:
+    """What the tiny models' layers exchange for a token in fp64: 4 heads, llama's of 20 values, latents of 28 + 12."""
+    key, value = (40, 28) if latent else (20, 20)
+    return Exchange(way.dcp, 4 // way.tp, key, value, 8, 8, way.backend, way.replicated)
+
+
+WAYS = [Way(4, 4), Way(4, 2, backend="a2a"), Way(2, 2, 2, replicated=True), Way(2, 2, 2, "a2a", replicated=True)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("latent", [False, True])
+def test_a_decode_sends_what_was_worked_out_and_no_keys(way: Way, latent: bool, tmp_path: Path) -> None:
+    """Bytes and collectives to the last one, for every layer and token; they don't grow with the context."""
+    path = V3(tmp_path) if latent else LLAMA1(tmp_path)
+    exchange, rows = exchange_of(way, latent), 2
+    for context in (10, 40):
+        computed = compute(path, way, decodes(context, 3))
+        layers = computed.runners[0].model.info.num_layers
+        for sent in computed.sent:
+            for before, after in pairwise(sent):
+                bytes_ = {kind: after.sent[kind].bytes - before.sent[kind].bytes for kind in before.sent}
+                calls = {kind: after.sent[kind].calls - before.sent[kind].calls for kind in before.sent}
+                assert bytes_.pop("context") == 0 and calls.pop("context") == 0, "no keys are gathered"
+                expected = dict.fromkeys(bytes_, 0) | exchange.sent
+                assert bytes_ == {kind: layers * rows * size for kind, size in expected.items()}
+                assert sum(calls.values()) == layers * exchange.collectives
+        prompts = [sent[0].sent["context"].bytes + sent[0].sent["query"].bytes for sent in computed.sent]
+        assert prompts == [0] * way.tp, "nothing is cached yet, so nothing is sent"
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_for_long_contexts_the_queries_go_to_the_keys_and_for_short_ones_the_keys_come(
+    latent: bool, tmp_path: Path
+) -> None:
+    path, way, a = (V3 if latent else LLAMA1)(tmp_path), Way(4, 4), ids(120, 9)
+    exchange = exchange_of(way, latent)
+    row = 8 * 40 if latent else 2 * 8 * 20
+    computed = compute(path, way, [{0: a[:100]}, {0: a[100:102]}, {0: a[102:112]}, {1: a[:5]}, {1: a[5:80]}])
+    sent = computed.sent[0]
+    changes = [
+        tuple(after.sent[kind].bytes > before.sent[kind].bytes for kind in ("query", "context"))
+        for before, after in pairwise(sent)
+    ]
+    expected = [exchange.cheaper(*pair, row) for pair in ((2, 100), (10, 102))]
+    assert changes == [(way == "query", way == "context") for way in expected] + [(False, False), (False, True)]
+    assert exchange.cheaper(75, 5, row) == "context"
+    if latent:
+        assert expected[0] == "query"
