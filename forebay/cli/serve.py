@@ -24,7 +24,7 @@ from forebay.cli import serve_ray, tenants, tiers
 from forebay.cli.frontend import TOOL_CALL_PARSER
 from forebay.cli.places import cache_dir, runtime_dir
 from forebay.cli.tables import bytes_text
-from forebay.cli.worker import PREFIXES, RANKS
+from forebay.cli.worker import KV_CACHE_DTYPE, PREFIXES, RANKS
 from forebay.config import Setting, add_settings, at_least, boolean, duration, one_of, path, port, resolve, size, text
 from forebay.errors import ConfigError
 from forebay.parent import PARENT_VARIABLE
@@ -48,6 +48,7 @@ SETTINGS = (
     Setting("fs_quota", size, 10 << 30, "hard quota of that directory", shown="10GiB"),
     Setting("no_fs", boolean, False, "keep no files: the cache ends with the command", shown="no", switch=True),
     Setting("dtype", one_of("auto", "float32", "bfloat16", "float16", "float64"), "auto", "of weights, arithmetic, KV"),
+    KV_CACHE_DTYPE,
     Setting("workers", at_least(1), 1, "worker processes; where one dies or drains, others go on with its requests"),
     Setting("device", text, "cpu", "cpu, cuda or cuda:N"),
     Setting("device_memory", size, None, "bytes of each worker's block pool", shown="1GiB"),
@@ -157,8 +158,8 @@ def _config(values: dict[str, Any], model: Path) -> ServeConfig:
         store["fs_quota"] = values["fs_quota"]
     worker = {
         name: values[name] for name in (
-            "dtype", "device", "device_memory", "chunk_tokens", "threads", "max_num_seqs", "max_num_batched_tokens",
-            "max_model_len", "structured_outputs", "trace", "prefixes",
+            "dtype", "kv_cache_dtype", "device", "device_memory", "chunk_tokens", "threads", "max_num_seqs",
+            "max_num_batched_tokens", "max_model_len", "structured_outputs", "trace", "prefixes",
             *(setting.name for setting in RANKS if setting.name != "distributed_timeout"),
         )
     }  # fmt: skip

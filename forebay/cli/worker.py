@@ -42,6 +42,11 @@ RANKS = (
 )
 """How many ranks a worker has, and how they talk: `forebay serve` passes them on."""
 
+KV_CACHE_DTYPE = Setting(
+    "kv_cache_dtype", one_of("auto", "fp8_e4m3", "fp8_e4m3fnuz"), "auto",
+    "of KV, if not of arithmetic: the device's FP8, or that of older AMD devices",
+)
+
 PREFIXES = Setting(
     "prefixes", one_of("cut", "load", "compute"), "cut",
     "what tiers have of a prompt: load what is worth it and compute the rest, load it, or compute it",
@@ -52,6 +57,7 @@ SETTINGS = (
     Setting("listen", text, None, "unix socket for front ends, mode 0600"),
     Setting("store", text, None, "unix socket of the store; none: the cache ends with the process"),
     Setting("dtype", one_of("auto", "float32", "bfloat16", "float16", "float64"), "auto", "of weights, arithmetic, KV"),
+    KV_CACHE_DTYPE,
     Setting("device", text, "cpu", "cpu, cuda or cuda:N"),
     Setting("chunk_tokens", at_least(16), 256, "tokens of a sealed chunk; workers that share a cache agree on it"),
     Setting("device_memory", size, 1 << 30, "bytes of the device block pool", shown="1GiB"),

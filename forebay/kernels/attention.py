@@ -22,8 +22,8 @@ from torch import Tensor
 
 from forebay.kernels.batch import BLOCK_TOKENS, NO_BLOCK, Batch, SequenceSpan
 from forebay.kernels.dispatch import dispatch
+from forebay.kernels.narrow import KvScales, widen_rows
 from forebay.kernels.paged import Scores
-from forebay.kernels.scratch import gather_rows
 
 TILE_QUERIES = 128
 """Queries a prefill tile. Smaller wastes less on masked scores, larger makes better products."""
@@ -43,20 +43,41 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    scales: KvScales | None = None,
 ) -> Tensor:
     """Causal attention of every row of the batch over its sequence's KV in `pool`, own rows included.
 
     `q` [T, heads, head_dim]; `heads` is a multiple of the pool's kv_heads. Returns [T, heads, head_dim] in the
     dtype of `q`. `window` counts visible positions, the query's own included. `sinks` [heads] are scores of a
-    position without a value, which every query of that head sees beside its own. The batch's own K and V must have
-    been written before. Mutates nothing (index tensors are kept in the batch). Runs as the Triton kernel where
-    `forebay.kernels.dispatch` says so.
+    position without a value, which every query of that head sees beside its own. What is stored is multiplied by
+    `scales`; a pool in FP8 is widened to the dtype of `q`. The batch's own K and V must have been written before.
+    Mutates nothing (index tensors are kept in the batch). Runs as the Triton kernel where `forebay.kernels.dispatch`
+    says so.
     """
     if dispatch().choose("attend", q, pool) == "triton":
         from forebay.kernels import forms
 
-        return forms.paged_attention(q, pool, layer_in_group, batch, group, Scores(scale, softcap, window, sinks))
-    plan = batch.once(("attention", group, window), lambda: _plan(batch, group, window, pool))
+        k, v = (None, None) if scales is None else (scales.k, scales.v)
+        scores = Scores(scale, softcap, window, sinks, k, v)
+        return forms.paged_attention(q, pool, layer_in_group, batch, group, scores)
+    if scales is not None:
+        q = _by_head(q, scales.k)
+    mixed = _attend(q, pool, layer_in_group, batch, group, scale, window, softcap, sinks)
+    return mixed if scales is None else _by_head(mixed, scales.v)
+
+
+def _by_head(x: Tensor, factors: Tensor) -> Tensor:
+    """x [T, heads, dim] times the factor of each head's KV head."""
+    wide = factors.repeat_interleave(x.shape[1] // len(factors))[:, None]
+    return (x * wide).to(x.dtype)
+
+
+def _attend(
+    q: Tensor, pool: Tensor, layer_in_group: int, batch: Batch, group: str, scale: float, window: int | None,
+    softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """torch's form, over what is stored as it is."""
+    plan = batch.once(("attention", group, window), lambda: _plan(batch, group, window, pool, q.dtype))
     if scale != 1.0:
         q = q * scale
     if plan.whole is not None:
@@ -128,7 +149,7 @@ class _Reach:
         return (self.end - 1) // BLOCK_TOKENS + 1 - self.first_block
 
 
-def _plan(batch: Batch, group: str, window: int | None, pool: Tensor) -> _Plan:
+def _plan(batch: Batch, group: str, window: int | None, pool: Tensor, dtype: torch.dtype) -> _Plan:
     tables = batch.groups[group].block_tables
     prefills: list[_Prefill] = []
     singles: list[_Reach] = []
@@ -140,8 +161,8 @@ def _plan(batch: Batch, group: str, window: int | None, pool: Tensor) -> _Plan:
         first = start // BLOCK_TOKENS
         blocks = tables[i, first : (span.total_len - 1) // BLOCK_TOKENS + 1]
         prefills.append(_Prefill(span, _runs(pool, blocks[None]), first * BLOCK_TOKENS))
-    most = max(1, DECODE_GATHER_BYTES // _kv_bytes(pool))
-    decodes = [_join(part, tables, pool) for part in _by_length(singles, most)]
+    most = max(1, DECODE_GATHER_BYTES // _kv_bytes(pool, dtype))
+    decodes = [_join(part, tables, pool, dtype) for part in _by_length(singles, most)]
     return _Plan(tuple(prefills), tuple(decodes))
 
 
@@ -158,7 +179,7 @@ def _by_length(reaches: list[_Reach], most_blocks: int) -> Iterator[list[_Reach]
         yield sorted(part, key=lambda reach: reach.row)
 
 
-def _join(part: list[_Reach], tables: Tensor, pool: Tensor) -> _Decodes:
+def _join(part: list[_Reach], tables: Tensor, pool: Tensor, dtype: torch.dtype) -> _Decodes:
     device = tables.device
     rows = torch.tensor([reach.row for reach in part], device=device)
     if len(part) == 1:
@@ -176,14 +197,14 @@ def _join(part: list[_Reach], tables: Tensor, pool: Tensor) -> _Decodes:
     blocks = torch.where(blocks == NO_BLOCK, blocks[:, :1], blocks)
     positions = firsts * BLOCK_TOKENS + torch.arange(width * BLOCK_TOKENS, device=device)
     hidden = (positions < starts) | (positions >= ends)
-    mask = torch.zeros(hidden.shape, dtype=pool.dtype, device=device)
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
     mask.masked_fill_(hidden, -math.inf)
     return _Decodes(len(part), rows, _runs(pool, blocks), mask[:, None], slice(None))
 
 
-def _kv_bytes(pool: Tensor) -> int:
-    """Bytes of one block in one layer."""
-    return 2 * pool.shape[3] * BLOCK_TOKENS * pool.shape[5] * pool.element_size()
+def _kv_bytes(pool: Tensor, dtype: torch.dtype) -> int:
+    """Bytes of one block in one layer, once it is gathered."""
+    return 2 * pool.shape[3] * BLOCK_TOKENS * pool.shape[5] * dtype.itemsize
 
 
 def _runs(pool: Tensor, blocks: Tensor) -> Tensor:
@@ -195,11 +216,13 @@ def _runs(pool: Tensor, blocks: Tensor) -> Tensor:
     return (first[:, None, :] + vectors).view(-1)
 
 
-def _gather(pool: Tensor, layer_in_group: int, runs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _gather(
+    pool: Tensor, layer_in_group: int, runs: Tensor, count: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """K and V in one layer of `count` sequences, each [count * kv_heads, n * 16, head_dim], until the next gather."""
     _, _, _, kv_heads, _, dim = pool.shape
     of_layer = runs + layer_in_group * 2 * kv_heads
-    kv = gather_rows(pool.view(-1, BLOCK_TOKENS * dim), of_layer)
+    kv = widen_rows(pool.view(-1, BLOCK_TOKENS * dim), of_layer, dtype)
     k, v = kv.view(2, count * kv_heads, -1, dim).unbind(0)
     return k, v
 
@@ -247,7 +270,7 @@ def _attend_prefill(
     heads, dim = q.shape[1:]
     shared = heads // kv_heads
     sinks = None if sinks is None else sinks.view(kv_heads, shared)
-    k, v = _gather(pool, layer_in_group, prefill.runs, 1)
+    k, v = _gather(pool, layer_in_group, prefill.runs, 1, q.dtype)
     for begin in range(0, span.query_len, TILE_QUERIES):
         size = min(TILE_QUERIES, span.query_len - begin)
         position = span.context_len + begin
@@ -297,7 +320,7 @@ def _attend_decodes(
     """`q` [count, heads, head_dim], the decodes' own rows. Returns the same shape."""
     count, heads, dim = q.shape
     kv_heads = pool.shape[3]
-    k, v = _gather(pool, layer_in_group, decodes.runs, count)
+    k, v = _gather(pool, layer_in_group, decodes.runs, count, q.dtype)
     folded = q.reshape(count * kv_heads, heads // kv_heads, dim)
     scores = _product(folded, k[:, decodes.seen].transpose(1, 2))
     if softcap is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from forebay.kernels.batch import BLOCK_TOKENS
 from forebay.kernels.dispatch import dispatch
+from forebay.kernels.narrow import KvScales, is_narrow, narrow
 
 
 def slot_rows(pool: Tensor, slots: Tensor) -> Tensor:
@@ -29,10 +30,17 @@ def slot_rows(pool: Tensor, slots: Tensor) -> Tensor:
     return first[:, None] + heads
 
 
-def write_rows(pool: Tensor, layer_in_group: int, rows: Tensor, kv: Tensor) -> None:
-    """Store `kv` [T, 2 * kv_heads, head_dim] (all K heads, then all V heads) at `slot_rows`. Mutates `pool`."""
+def write_rows(
+    pool: Tensor, layer_in_group: int, rows: Tensor, kv: Tensor, scales: KvScales | None = None
+) -> None:
+    """Store `kv` [T, 2 * kv_heads, head_dim] (all K heads, then all V heads) at `slot_rows`; divided by `scales`, where
+    the pool is in FP8. Mutates `pool`."""
     vectors = rows.shape[1]
     flat = pool.view(-1, pool.shape[-1])
+    if is_narrow(pool.dtype):
+        # As bytes: torch doesn't scatter FP8.
+        kv = narrow(kv, None if scales is None else scales.both, pool.dtype).view(torch.uint8)
+        flat = flat.view(torch.uint8)
     at = rows.reshape(-1) + layer_in_group * vectors * BLOCK_TOKENS
     flat.index_copy_(0, at, kv.reshape(-1, flat.shape[1]))
 

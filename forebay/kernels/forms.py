@@ -23,6 +23,7 @@ from forebay.kernels.gpu.rotary import norm_rotate_write, rotate_
 from forebay.kernels.gpu.route import route
 from forebay.kernels.moe import Routes
 from forebay.kernels.moving import Pattern
+from forebay.kernels.narrow import KvScales
 from forebay.kernels.paged import Scores
 from forebay.kernels.ragged import Ragged, of_batch
 from forebay.kernels.rotary import Turn
@@ -76,10 +77,13 @@ def _attend(q: Tensor, pool: Tensor, layer: int, where: Ragged, batch: Batch, sc
     return attend(q, pool, layer, where, scores, _tiling(q, batch, kind)).out
 
 
-def latent_attention(q: Tensor, pool: Tensor, layer: int, batch: Batch, group: str, scale: float, rank: int) -> Tensor:
+def latent_attention(
+    q: Tensor, pool: Tensor, layer: int, batch: Batch, group: str, scale: float, rank: int, scales: KvScales | None
+) -> Tensor:
     """See `forebay.kernels.mla.latent_attention`."""
     where, tiling = of_batch(batch, group), _tiling(q, batch, "latent.decode")
-    return attend_latents(q.contiguous(), pool, layer, where, Scores(scale), rank=rank, tiling=tiling).out
+    scores = Scores(scale, k_scale=None if scales is None else scales.k)
+    return attend_latents(q.contiguous(), pool, layer, where, scores, rank=rank, tiling=tiling).out
 
 
 def _tiling(q: Tensor, batch: Batch, kind: str) -> Tiling:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from forebay.kernels.batch import BLOCK_TOKENS, NO_BLOCK, Batch, SequenceSpan
 from forebay.kernels.dispatch import dispatch
-from forebay.kernels.scratch import gather_rows
+from forebay.kernels.narrow import KvScales, is_narrow, narrow, widen_rows
 
 TILE_QUERIES = 128
 """Queries a prefill tile: its scores are heads x 128 x context."""
@@ -25,41 +25,51 @@ DECODE_GATHER_BYTES = 4 * 2**20
 """The most rows that one batch of decodes copies out of the pool at a time: they are still in the cache when used."""
 
 
-def write_latents(pool: Tensor, layer_in_group: int, slots: Tensor, rows: Tensor) -> None:
-    """Store `rows` [T, width] of one layer at `slots` int64 [T]. Mutates `pool`."""
+def write_latents(
+    pool: Tensor, layer_in_group: int, slots: Tensor, rows: Tensor, scales: KvScales | None = None
+) -> None:
+    """Store `rows` [T, width] of one layer at `slots` int64 [T]; in FP8, if the pool is, and then divided by the scale.
+    Mutates `pool`."""
     _, layers, _, _, _, width = pool.shape
     block = slots // BLOCK_TOKENS
     at = (block * layers + layer_in_group) * BLOCK_TOKENS + slots % BLOCK_TOKENS
-    pool.view(-1, width).index_copy_(0, at, rows)
+    flat = pool.view(-1, width)
+    if is_narrow(pool.dtype):
+        rows = narrow(rows, None if scales is None else scales.k, pool.dtype).view(torch.uint8)
+        flat = flat.view(torch.uint8)
+    flat.index_copy_(0, at, rows)
 
 
 def latent_attention(
-    q: Tensor, pool: Tensor, layer_in_group: int, batch: Batch, group: str, *, scale: float, rank: int
-) -> Tensor:
+    q: Tensor, pool: Tensor, layer_in_group: int, batch: Batch, group: str, *, scale: float, rank: int,
+    scales: KvScales | None = None,
+) -> Tensor:  # fmt: skip
     """Causal attention of every row of the batch over its sequence's rows in `pool`, own rows included.
 
     `q` [T, heads, width] is the absorbed query and its rotated part. Returns [T, heads, rank], in the dtype of `q`:
-    the weighted sum of latents, still to be projected to values. The batch's own rows must have been written before.
+    the weighted sum of latents, still to be projected to values. What is stored is multiplied by `scales`. The batch's
+    own rows must have been written before.
     Mutates nothing (index tensors are kept in the batch).
     """
     if dispatch().choose("latent", q, pool) == "triton":
         from forebay.kernels import forms
 
-        return forms.latent_attention(q, pool, layer_in_group, batch, group, scale, rank)
-    plan = batch.once(("latent attention", group), lambda: _plan(batch, group, pool))
-    q = q * scale
+        return forms.latent_attention(q, pool, layer_in_group, batch, group, scale, rank, scales)
+    plan = batch.once(("latent attention", group), lambda: _plan(batch, group, pool, q.dtype))
+    factor = 1.0 if scales is None else float(scales.k)
+    q = q * (scale * factor)
     out = q.new_empty(q.shape[0], q.shape[1], rank)
     for span, blocks in plan.prefills:
-        rows = _gather(pool, layer_in_group, blocks[None])[0]
+        rows = _gather(pool, layer_in_group, blocks[None], q.dtype)[0]
         for begin in range(0, span.query_len, TILE_QUERIES):
             _attend_tile(q, rows, batch, span, begin, out)
     for decodes in plan.decodes:
-        rows = _gather(pool, layer_in_group, decodes.blocks)
+        rows = _gather(pool, layer_in_group, decodes.blocks, q.dtype)
         scores = torch.bmm(q.index_select(0, decodes.rows), rows.transpose(1, 2)).add_(decodes.mask)
         # Of whole rows: a batched product copies a factor that is a slice.
         mixed = torch.bmm(torch.softmax(scores, dim=-1), rows)[..., :rank]
         out.index_copy_(0, decodes.rows, mixed)
-    return out
+    return out if factor == 1.0 else out.mul_(factor)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,20 +88,20 @@ class _Plan:
     decodes: tuple[_Decodes, ...]
 
 
-def _plan(batch: Batch, group: str, pool: Tensor) -> _Plan:
+def _plan(batch: Batch, group: str, pool: Tensor, dtype: torch.dtype) -> _Plan:
     tables = batch.groups[group].block_tables
     prefills = [(span, tables[index, : _blocks(span)]) for index, span in enumerate(batch.spans) if span.query_len > 1]
     singles = [index for index, span in enumerate(batch.spans) if span.query_len == 1]
     singles.sort(key=lambda index: _blocks(batch.spans[index]), reverse=True)
     decodes: list[_Decodes] = []
-    row_bytes = BLOCK_TOKENS * pool.shape[-1] * pool.element_size()
+    row_bytes = BLOCK_TOKENS * pool.shape[-1] * dtype.itemsize
     while singles:
         longest = _blocks(batch.spans[singles[0]])
         most = max(1, DECODE_GATHER_BYTES // (longest * row_bytes))
         # At most half of what a part gathers is padding.
         part = [index for index in singles[:most] if _blocks(batch.spans[index]) * 2 >= longest]
         singles = singles[len(part) :]
-        decodes.append(_join(batch, tables, part, longest, pool.dtype))
+        decodes.append(_join(batch, tables, part, longest, dtype))
     return _Plan(tuple(prefills), tuple(decodes))
 
 
@@ -110,11 +120,11 @@ def _blocks(span: SequenceSpan) -> int:
     return (span.total_len - 1) // BLOCK_TOKENS + 1
 
 
-def _gather(pool: Tensor, layer_in_group: int, blocks: Tensor) -> Tensor:
-    """One layer's rows of `blocks` [B, n]: [B, n * 16, width], until the next gather."""
+def _gather(pool: Tensor, layer_in_group: int, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """One layer's rows of `blocks` [B, n]: [B, n * 16, width] in `dtype`, until the next gather."""
     _, layers, _, _, _, width = pool.shape
     runs = (blocks * layers + layer_in_group).flatten()
-    found = gather_rows(pool.view(-1, BLOCK_TOKENS * width), runs)
+    found = widen_rows(pool.view(-1, BLOCK_TOKENS * width), runs, dtype)
     return found.view(len(blocks), -1, width)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.batch import BLOCK_TOKENS
+from forebay.kernels.narrow import KvScales, is_narrow, narrow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,11 +44,12 @@ def rotate(x: Tensor, turn: Turn) -> Tensor:
 
 
 def norm_rotate_write(
-    qkv: Tensor, turn: Turn, norms: HeadNorms | None, pool: Tensor, layer: int, slots: Tensor, heads: int
-) -> None:
+    qkv: Tensor, turn: Turn, norms: HeadNorms | None, pool: Tensor, layer: int, slots: Tensor, heads: int,
+    scales: KvScales | None = None,
+) -> None:  # fmt: skip
     """Norm and rotate the query and key heads of `qkv` [T, heads + 2 * kv_heads, head_dim], queries in place, and store
-    K and V at `slots` int64 [T] of `pool` (-1: nowhere). Mutates the query heads and the pool; K in `qkv` is then
-    unspecified."""
+    K and V at `slots` int64 [T] of `pool` (-1: nowhere), divided by `scales` where it is in FP8. Mutates the query
+    heads and the pool; K in `qkv` is then unspecified."""
     kv_heads = pool.shape[3]
     turning = qkv[:, : heads + kv_heads].to(turn.cos.dtype)
     if norms is not None:
@@ -57,5 +59,7 @@ def norm_rotate_write(
     qkv[:, :heads] = turned[:, :heads]
     kept = slots >= 0
     at, inside = slots[kept] // BLOCK_TOKENS, slots[kept] % BLOCK_TOKENS
-    kv = torch.stack((turned[kept, heads:], qkv[kept, heads + kv_heads :]), dim=1)
-    pool[at, layer, :, :, inside] = kv.to(pool.dtype)
+    kv = torch.cat((turned[kept, heads:], qkv[kept, heads + kv_heads :]), dim=1)
+    if is_narrow(pool.dtype):
+        kv = narrow(kv, None if scales is None else scales.both, pool.dtype)
+    pool[at, layer, :, :, inside] = kv.to(pool.dtype).view(len(at), 2, kv_heads, -1)

@@ -31,11 +31,19 @@ def gather_rows(source: Tensor, rows: Tensor) -> Tensor:
     size = len(rows) * width
     if source.device.type != "cpu" or size * source.element_size() > KEPT_BYTES:
         return source.index_select(0, rows)
-    out = _room(size, source.dtype)[:size].view(-1, width)
+    out = room(size, source.dtype).view(-1, width)
     return torch.index_select(source, 0, rows, out=out)
 
 
-def _room(size: int, dtype: torch.dtype) -> Tensor:
+def room(size: int, dtype: torch.dtype) -> Tensor:
+    """`size` values on the host, whatever is in them: valid until this thread wants room of that dtype again, or
+    gathers. More than is kept is memory of its own."""
+    if size * dtype.itemsize > KEPT_BYTES:
+        return torch.empty(size, dtype=dtype)
+    return _kept_room(size, dtype)[:size]
+
+
+def _kept_room(size: int, dtype: torch.dtype) -> Tensor:
     global _held  # noqa: PLW0603  (a figure of the process)
     found = _kept.of_dtype.get(dtype)
     if found is None or found.numel() < size:

@@ -72,6 +72,13 @@ class CausalLM(ABC):
     info: ModelInfo
     dtype: torch.dtype
     device: torch.device
+    narrow_kv: torch.dtype | None = None
+    """What KV is kept in, if not in `dtype`: an FP8."""
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """What KV is kept in."""
+        return self.narrow_kv or self.dtype
 
     @abstractmethod
     def forward(self, batch: Batch, kv: Mapping[str, Tensor]) -> Tensor:
@@ -89,6 +96,6 @@ class CausalLM(ABC):
     def new_pools(self, num_blocks: Mapping[str, int]) -> dict[str, Tensor]:
         """Zeroed KV pools of what this process has of the model: {group name: pool of num_blocks[name] blocks}."""
         return {
-            group.name: torch.zeros(group.pool_shape(num_blocks[group.name]), dtype=self.dtype, device=self.device)
+            group.name: torch.zeros(group.pool_shape(num_blocks[group.name]), dtype=self.kv_dtype, device=self.device)
             for group in self.held_groups()
         }

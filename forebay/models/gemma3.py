@@ -16,6 +16,7 @@ from forebay.kernels.batch import Batch
 from forebay.models.base import CausalLM, KVGroup, ModelInfo
 from forebay.models.config import Config
 from forebay.models.context import context_of, query_heads
+from forebay.models.kv_scales import read_kv_scales
 from forebay.models.layers import Attention, Decoder, HeadNorm, RMSNorm
 from forebay.models.ranks import HeadShare, held_group, share_heads
 from forebay.models.rope import Rope
@@ -168,6 +169,7 @@ class _Layer:
             scale=1.0,
             qk_norm=_head_norm(shape, at, weights, asking),
             context=context,
+            kv_scales=read_kv_scales(weights, f"{at}self_attn.", shape.kv_heads, mine.kv),
         )
         self._mlp = dense_mlp(weights, f"{at}mlp", hidden, shape.ffn, act="gelu_tanh")
 

@@ -18,6 +18,7 @@ from forebay.kernels.dispatch import dispatch
 from forebay.kernels.mla import latent_attention, write_latents
 from forebay.models.base import KVGroup
 from forebay.models.context import DealtAttention, context_of, query_heads
+from forebay.models.kv_scales import read_latent_scale
 from forebay.models.layers import Linear, RMSNorm, accumulate_dtype
 from forebay.models.prompts import everyones, kept_slots
 from forebay.models.ranks import held_group, share_heads
@@ -70,6 +71,7 @@ class LatentAttention:
         self._dealt = None if context is None else DealtAttention(
             context, held_group(group, weights.ranks), self._layer_in_group, shape.scale, shape.rank
         )  # fmt: skip
+        self._kv_scales = read_latent_scale(weights, at)
         self._query = _Query(shape, at, weights, asking)
         self._down = weights.linear(f"{at}kv_a_proj_with_mqa", shape.width, shape.hidden, bias=shape.bias)
         self._norm = RMSNorm(weights.exact(f"{at}kv_a_layernorm.weight", shape.rank), NORM_EPS)
@@ -116,13 +118,15 @@ class LatentAttention:
             self._dealt.write(pool, batch, rows[:, None])
         else:
             slots = kept_slots(batch, self._group.name)
-            write_latents(pool, self._layer_in_group, slots, everyones(batch, rows))
+            write_latents(pool, self._layer_in_group, slots, everyones(batch, rows), self._kv_scales)
 
     def _attend(self, q: Tensor, rows: Tensor, pool: Tensor, batch: Batch) -> Tensor:
         if self._dealt is not None:
             return self._dealt.attend(q, rows[:, None], pool, batch)
         name, shape = self._group.name, self._shape
-        return latent_attention(q, pool, self._layer_in_group, batch, name, scale=shape.scale, rank=shape.rank)
+        return latent_attention(
+            q, pool, self._layer_in_group, batch, name, scale=shape.scale, rank=shape.rank, scales=self._kv_scales
+        )
 
     def _rotate(self, x: Tensor, batch: Batch) -> Tensor:
         if dispatch().choose("turn", x, x) == "triton":

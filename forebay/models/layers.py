@@ -20,6 +20,7 @@ from forebay.kernels.batch import Batch
 from forebay.kernels.cache import slot_rows, write_rows
 from forebay.kernels.dispatch import dispatch
 from forebay.kernels.experts import Activation, activate
+from forebay.kernels.narrow import KvScales
 from forebay.kernels.rotary import HeadNorms
 from forebay.models.base import CausalLM, KVGroup, ModelInfo
 from forebay.models.context import Context, DealtAttention
@@ -194,8 +195,8 @@ class Attention:
     """Projections, rotation, cache write and attention of one layer.
 
     `qkv` maps hidden to [q heads, k heads, v heads] in one product. `qk_norm` takes and gives the query and key heads.
-    `sinks` [heads] are scores of a position without a value. `context` are the ranks that share out its positions, None
-    if each has all of them.
+    `sinks` [heads] are scores of a position without a value. `kv_scales` are of a pool in FP8. `context` are the ranks
+    that share out its positions, None if each has all of them.
     """
 
     def __init__(
@@ -211,12 +212,14 @@ class Attention:
         qk_norm: Callable[[Tensor], Tensor] | None = None,
         sinks: Tensor | None = None,
         context: Context | None = None,
+        kv_scales: KvScales | None = None,
     ) -> None:
         self._qkv, self._out = qkv, out
         self._heads, self._group = heads, group
         self._layer_in_group = group.layers.index(layer)
         self._dealt = None if context is None else DealtAttention(context, group, self._layer_in_group, scale)
         self._rope, self._scale, self._qk_norm, self._sinks = rope, scale, qk_norm, sinks
+        self._kv_scales = kv_scales
 
     def __call__(self, x: Tensor, batch: Batch, kv: Mapping[str, Tensor], keep: Tensor | None = None) -> Tensor:
         """x [T, hidden] -> [T, hidden], or only the rows `keep`. Writes this layer's K and V into the pool."""
@@ -231,7 +234,7 @@ class Attention:
         else:
             self._turn(qkv, batch)
             rows = batch.once(("rows", group.name), lambda: slot_rows(pool, kept_slots(batch, group.name)))
-            write_rows(pool, self._layer_in_group, rows, everyones(batch, qkv[:, heads:]))
+            write_rows(pool, self._layer_in_group, rows, everyones(batch, qkv[:, heads:]), self._kv_scales)
         if keep is not None and not len(keep):
             return x[:0]
         mixed = paged_attention(
@@ -243,6 +246,7 @@ class Attention:
             scale=self._scale,
             window=group.window,
             sinks=self._sinks,
+            scales=self._kv_scales,
         )
         mixed = mixed.view(x.shape[0], -1)
         return self._out(mixed if keep is None else mixed.index_select(0, keep))
@@ -276,8 +280,8 @@ class Attention:
         elif self._qk_norm is not None:  # over all heads together, and perhaps over ranks: not a program's own head
             rotated = qkv[:, : heads + self._group.kv_heads]
             rotated.copy_(self._qk_norm(rotated.to(torch.float32)))
-        slots = batch.groups[self._group.name].slots
-        forms.norm_rotate_write(qkv, self._rope.turn(batch), norms, pool, self._layer_in_group, slots, heads)
+        slots, layer = batch.groups[self._group.name].slots, self._layer_in_group
+        forms.norm_rotate_write(qkv, self._rope.turn(batch), norms, pool, layer, slots, heads, self._kv_scales)
 
 
 # --- the whole decoder ---------------------------------------------------------------------------------------

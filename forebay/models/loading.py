@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from forebay.errors import ConfigError
 from forebay.models import fingerprint
 from forebay.models.base import CausalLM, ModelInfo
 from forebay.models.cache_dir import default_cache_dir
@@ -54,12 +55,14 @@ def load_model(
     progress: Progress | None = None,
     cache_dir: Path | None = None,
     ranks: Ranks = ALONE,
+    kv_dtype: torch.dtype | None = None,
 ) -> CausalLM:
     """The model at `path`, its weights in memory; with several `ranks` this one's part of it, which computes together
-    with the others'. Blocks for as long as reading them takes.
+    with the others'. `kv_dtype`: the FP8 that KV is kept in; None: it is in `dtype`. Blocks for as long as reading the
+    weights takes.
 
     `progress` is called with (what, done, total). Raises ModelNotFound, CheckpointBroken,
-    UnsupportedArchitecture, NoSpace, NotWritable.
+    UnsupportedArchitecture, NoSpace, NotWritable, ConfigError.
     """
     if dtype not in DTYPES:
         raise UnsupportedArchitecture(f"models can't be computed in {dtype}; choose bfloat16, float32 or float64")
@@ -67,14 +70,26 @@ def load_model(
     config = read_config(directory)
     family = find_family(text_config(config))
     info = _info(config, _generation(directory))
+    if kv_dtype is not None:
+        _check_narrow(info)
     quantisation = read_quantisation(config if "quantization_config" in config else text_config(config))
     weights = Weights(
-        directory, dtype=dtype, device=device, progress=progress, quantisation=quantisation, ranks=ranks
+        directory, dtype=dtype, device=device, progress=progress, quantisation=quantisation, ranks=ranks,
+        kv_dtype=kv_dtype,
     )
     with torch.inference_mode():
         model = family.build(text_config(config), weights)
-    model.info = info
+    model.info, model.narrow_kv = info, kv_dtype
     return model
+
+
+def _check_narrow(info: ModelInfo) -> None:
+    odd = sorted({group.kind for group in info.kv_groups} - {"full", "window", "latent"})
+    if odd:
+        raise ConfigError(
+            f"kv_cache_dtype: KV in FP8 isn't supported beside a group of kind {odd[0]!r}, which {info.family} has; "
+            "use auto"
+        )
 
 
 def check_ranks(directory: Path, size: int, experts: ExpertSplit = "inside") -> None:

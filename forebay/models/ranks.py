@@ -23,8 +23,8 @@ from forebay.errors import ConfigError
 from forebay.models.base import KVGroup, ModelInfo
 from forebay.models.config import Config
 from forebay.models.context import Context, is_dealt
-from forebay.models.prompts import Prompts
 from forebay.models.parallel import ExpertSplit
+from forebay.models.prompts import Prompts
 
 
 class Ranks(Protocol):

@@ -15,6 +15,7 @@ from forebay.errors import ConfigError
 from forebay.models.base import KVGroup, ModelInfo, RopeValue
 from forebay.models.config import Config
 from forebay.models.context import context_of, query_heads
+from forebay.models.kv_scales import read_kv_scales
 from forebay.models.layers import (
     Attention,
     Decoder,
@@ -131,6 +132,7 @@ def build_attention(
         qk_norm=_qk_norm(shape, at, weights, asking),
         sinks=sinks,
         context=context,
+        kv_scales=read_kv_scales(weights, at, shape.kv_heads, mine.kv),
     )  # fmt: skip
 
 

@@ -119,8 +119,11 @@ class Weights:
         progress: Progress | None,
         quantisation: Quantisation,
         ranks: Ranks = ALONE,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
+        """`kv_dtype`: what KV is kept in, if not in `dtype`."""
         self.ranks = ranks
+        self.kv_dtype = kv_dtype or dtype
         self.directory, self.dtype, self.device = directory, dtype, device
         self.quantisation = quantisation
         self._progress = progress
@@ -134,6 +137,11 @@ class Weights:
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor that is here, from its file's header. Raises CheckpointBroken."""
+        path, full_name = self._files[name]
+        return self._reader.shape(path, full_name)
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None, cut: Cut = WHOLE) -> Tensor:
         """A copy of the tensor of this shape, or of what `cut` leaves of it, on the device, in `dtype` (default: the

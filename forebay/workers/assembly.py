@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from forebay.workers.ranks.leading import Shared
 
 WARM_UP_TOKENS = 16
+NOT_QUANTISED = "none"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -45,11 +46,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def namespace_of(info: ModelInfo, dtype: str, weights: bytes, chunk_tokens: int) -> Namespace:
+def namespace_of(
+    info: ModelInfo, dtype: str, weights: bytes, chunk_tokens: int, kv_dtype: str | None = None
+) -> Namespace:
     """Everything that changes this model's KV bytes."""
-    groups = geometries(info.kv_groups, dtype)
+    groups = geometries(info.kv_groups, kv_dtype or dtype)
     positions = tuple(sorted((name, str(value)) for name, value in info.rope.items()))
-    namespace = Namespace(weights=weights, groups=groups, chunk_tokens=chunk_tokens, compute=dtype, positions=positions)
+    namespace = Namespace(
+        weights=weights, groups=groups, chunk_tokens=chunk_tokens, compute=dtype, positions=positions,
+        quantisation=NOT_QUANTISED if kv_dtype in (None, dtype) else f"kv {kv_dtype}",
+    )  # fmt: skip
     refusal = check_namespace(namespace)
     assert refusal is None, refusal
     return namespace
@@ -129,10 +135,11 @@ def assemble(
 ) -> Assembled:
     """Build everything but the threads; `shared` is what ranks that share the model have in common. Raises ConfigError
     if the memory can't hold even a short request."""
-    namespace = namespace_of(model.info, dtype_name(model.dtype), weights, config.chunk_tokens)
+    dtype, kv_dtype = dtype_name(model.dtype), dtype_name(model.kv_dtype)
+    namespace = namespace_of(model.info, dtype, weights, config.chunk_tokens, kv_dtype)
     shapes = [GroupShape(g, config.chunk_tokens, config.max_num_batched_tokens) for g in namespace.groups]
     # Memory is that of one rank, so what counts is what one has of a block.
-    held = [group.granule_bytes(model.dtype) for group in model.held_groups()]
+    held = [group.granule_bytes(model.kv_dtype) for group in model.held_groups()]
     blocks = divide(shapes, held, config.device_memory, config.max_tokens, model.info.max_context)
     holdings = Holdings(shapes, blocks, listener)
     by_group = {s.geometry.name: n for s, n in zip(shapes, blocks, strict=True)}

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from forebay.errors import ConfigError
+from forebay.kernels.formats import own_fp8
 from forebay.models.base import CausalLM
 from forebay.models.config import read_config
 from forebay.models.loading import checkpoint_directory, fingerprint_weights, load_model
@@ -30,11 +31,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What is to be loaded: safetensors in `directory`, to be computed in `dtype` on `device`."""
+    """What is to be loaded: safetensors in `directory`, to be computed in `dtype` on `device`, with KV in `kv_dtype` if
+    that is another."""
 
     directory: Path
     dtype: torch.dtype
     device: torch.device
+    kv_dtype: torch.dtype | None = None
 
 
 def load_checkpoint(config: WorkerConfig) -> tuple[CausalLM, bytes]:
@@ -54,7 +57,7 @@ def find_checkpoint(config: WorkerConfig) -> Checkpoint:
     device, progress = _device(config.device), Progress()
     directory = checkpoint_directory(config.model, cache_dir=config.cache_dir, progress=progress)
     progress.finish()
-    return Checkpoint(directory, _dtype(config.dtype, directory), device)
+    return Checkpoint(directory, _dtype(config.dtype, directory), device, _kv_dtype(config.kv_cache_dtype, device))
 
 
 def fingerprint(config: WorkerConfig) -> bytes:
@@ -68,9 +71,13 @@ def fingerprint(config: WorkerConfig) -> bytes:
 def load_found(found: Checkpoint, ranks: Ranks = ALONE) -> CausalLM:
     """The model, or this rank's part of it."""
     progress = Progress()
-    model = load_model(found.directory, dtype=found.dtype, device=found.device, progress=progress, ranks=ranks)
+    model = load_model(
+        found.directory, dtype=found.dtype, device=found.device, progress=progress, ranks=ranks,
+        kv_dtype=found.kv_dtype,
+    )  # fmt: skip
     progress.finish()
-    log.info("loaded %s: %s, %s on %s", found.directory, model.info.family, found.dtype, found.device)
+    kinds = f"{found.dtype}, KV in {model.kv_dtype}"
+    log.info("loaded %s: %s, %s on %s", found.directory, model.info.family, kinds, found.device)
     return model
 
 
@@ -82,6 +89,13 @@ def _dtype(name: str, directory: Path) -> torch.dtype:
     stored = text_config(config).get("dtype") or text_config(config).get("torch_dtype")
     stored = stored or config.get("dtype") or config.get("torch_dtype")
     return _COMPUTED.get(str(stored), torch.bfloat16)
+
+
+def _kv_dtype(name: str, device: torch.device) -> torch.dtype | None:
+    """What KV is kept in; None: in what is computed in."""
+    if name == "auto":
+        return None
+    return own_fp8(device) if name == "fp8_e4m3" else torch.float8_e4m3fnuz
 
 
 def _device(name: str) -> torch.device:

@@ -12,6 +12,8 @@ from forebay.kvstore.protocol import WRITERS_MAX
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 
+KVDTypeName = Literal["auto", "fp8_e4m3", "fp8_e4m3fnuz"]
+
 Prefixes = Literal["cut", "load", "compute"]
 """What is done with a stored prefix that host memory doesn't have: load what is worth it and compute the rest, load all
 of it, or compute all of it."""
@@ -29,6 +31,8 @@ class WorkerConfig:
     """Unix socket of the store; None works without one. It may come later, and go."""
     dtype: DTypeName = "auto"
     """Of weights, arithmetic and KV. `auto` is what the checkpoint has."""
+    kv_cache_dtype: KVDTypeName = "auto"
+    """Of KV: `auto` is that of arithmetic; `fp8_e4m3` the FP8 of the device, `fp8_e4m3fnuz` that of older AMD ones."""
     device: str = "cpu"
     """`cpu`, `cuda` or `cuda:N`."""
     chunk_tokens: int = 256
@@ -149,6 +153,11 @@ class WorkerConfig:
             raise ConfigError(
                 "enable_expert_parallel deals out experts to tensor parallel ranks: raise tensor_parallel_size to 2 or "
                 "more, with prefill_context_parallel_size 1, or leave it out"
+            )
+        if self.kv_cache_dtype != "auto" and self.decode_context_parallel_size > 1:
+            raise ConfigError(
+                f"kv_cache_dtype {self.kv_cache_dtype} isn't supported with decode_context_parallel_size "
+                f"{self.decode_context_parallel_size}: use auto, or 1"
             )
         if self.distributed_timeout_s <= 0:
             raise ConfigError("distributed_timeout must be more than 0")

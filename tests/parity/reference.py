@@ -104,7 +104,7 @@ class Runner:
         """The canonical bytes of a sequence's whole unit, of every group, as they go to a store."""
         found = {}
         for group in self.groups:
-            out = torch.empty(1, group.granule_bytes(self.model.dtype), dtype=torch.uint8)
+            out = torch.empty(1, group.granule_bytes(self.model.kv_dtype), dtype=torch.uint8)
             gather_granules(self.pools[group.name], [self._tables[key, group.name][unit]], out)
             found[group.name] = out
         return found

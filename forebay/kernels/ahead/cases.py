@@ -21,6 +21,7 @@ from forebay.kernels.hot import Ask, Mirror, SwapPlan, new_regions
 from forebay.kernels.lse import Lse
 from forebay.kernels.moe import Routing
 from forebay.kernels.moving import Pattern
+from forebay.kernels.narrow import KvScales
 from forebay.kernels.paged import Scores
 from forebay.kernels.ragged import Ragged, ragged
 from forebay.kernels.rotary import HeadNorms, Turn
@@ -153,10 +154,20 @@ def _rope(_: Target, __: object) -> None:
     rotary.rotate_(empty(8, 32, 128), _turn())
 
 
-def _write(_: Target, __: object) -> None:
+def _write(target: Target, *, fp8: bool = False) -> None:
     norms = HeadNorms(exact(128), exact(128), 1e-6)
     slots = torch.empty(8, dtype=torch.int64, device=META)
-    rotary.norm_rotate_write(empty(8, 48, 128), _turn(), norms, empty(BLOCKS, 4, 2, 8, 16, 128), 3, slots, 32)
+    pool = empty(BLOCKS, 4, 2, 8, 16, 128, dtype=fp8_of(target) if fp8 else torch.bfloat16)
+    scales = KvScales(exact(8), exact(8)) if fp8 else None
+    rotary.norm_rotate_write(empty(8, 48, 128), _turn(), norms, pool, 3, slots, 32, scales)
+
+
+def _write_plain(target: Target, _: object) -> None:
+    _write(target)
+
+
+def _write_fp8(target: Target, _: object) -> None:
+    _write(target, fp8=True)
 
 
 def _choose(_: Target, __: object) -> None:
@@ -220,7 +231,8 @@ CASES = (
     Case("latent_kernel", "DeepSeek V3, FP8 KV", _latent(128, fp8=True), "latent.decode", Tiling),
     Case("add_norm_kernel", "Llama 3 8B", _norm),
     Case("turn_kernel", "rotation, Llama 3 8B", _rope),
-    Case("turn_kernel", "norm, rotation, write, Qwen 3 8B", _write),
+    Case("turn_kernel", "norm, rotation, write, Qwen 3 8B", _write_plain),
+    Case("turn_kernel", "norm, rotation, write, Qwen 3 8B, FP8 KV", _write_fp8),
     Case("choose_kernel", "Qwen 3", _choose),
     Case("route_kernel", "DeepSeek V3", _route),
     Case("count_kernel", "DeepSeek V3", _sort),

@@ -7,19 +7,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forebay.kernels.narrow import LARGEST, KvScales
 from forebay.kernels.rotary import HeadNorms, Turn
 
 PAGE = tl.constexpr(16)
 
 
 @triton.jit
+def shrink(x, scale, MOST: tl.constexpr):
+    """fp32: x / scale, cut to MOST."""
+    return tl.minimum(tl.maximum(x.to(tl.float32) / scale, -MOST), MOST)
+
+
+@triton.jit
 def turn_kernel(
-    x, cos, sin, q_weight, k_weight, pool, slots, x_row, block_row, layer_at, eps,
+    x, cos, sin, q_weight, k_weight, pool, slots, k_scale, v_scale, x_row, block_row, layer_at, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
-    REST_PAD: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr, WRITE: tl.constexpr,
+    REST_PAD: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr, WRITE: tl.constexpr, MOST: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """x [rows, HEADS + 2 * KV_HEADS, DIM]: heads up to HEADS are rotated in place, the next KV_HEADS rotated into the
-    pool's K, the last copied into its V. Without WRITE there are only the first. One program a row and head."""
+    pool's K, the last copied into its V. Without WRITE there are only the first. MOST: the largest number of a pool in
+    FP8, 0 of others. One program a row and head."""
     row, head = tl.program_id(0), tl.program_id(1)
     start = x + row.to(tl.int64) * x_row + head * DIM
     i, rest = tl.arange(0, HALF_PAD), 2 * HALF + tl.arange(0, REST_PAD)
@@ -52,27 +61,36 @@ def turn_kernel(
         if slot >= 0:
             vector = head - HEADS  # K heads, then V heads, as in a block
             target = pool + slot // PAGE * block_row + layer_at + (vector * PAGE + slot % PAGE) * DIM
-            tl.store(target + at_left, left.to(x.dtype.element_ty).to(pool.dtype.element_ty), mask=turning)
-            tl.store(target + at_right, right.to(x.dtype.element_ty).to(pool.dtype.element_ty), mask=turning)
-            tl.store(target + rest, still.to(x.dtype.element_ty).to(pool.dtype.element_ty), mask=resting)
+            left, right = left.to(x.dtype.element_ty), right.to(x.dtype.element_ty)
+            still = still.to(x.dtype.element_ty)
+            if MOST > 0:
+                scale = 1.0
+                if SCALED:
+                    kv_head = vector % KV_HEADS
+                    scale = tl.load(k_scale + kv_head) if vector < KV_HEADS else tl.load(v_scale + kv_head)
+                left, right, still = shrink(left, scale, MOST), shrink(right, scale, MOST), shrink(still, scale, MOST)
+            tl.store(target + at_left, left.to(pool.dtype.element_ty), mask=turning)
+            tl.store(target + at_right, right.to(pool.dtype.element_ty), mask=turning)
+            tl.store(target + rest, still.to(pool.dtype.element_ty), mask=resting)
 
 
 def rotate_(x: Tensor, turn: Turn) -> None:
     """Rotate x [T, heads, head_dim] in place; rows may be slices of wider ones. Angles in fp32."""
-    _launch(x, turn, None, None, 0, None, x.shape[1], 0)
+    _launch(x, turn, None, None, 0, None, x.shape[1], 0, None)
 
 
 def norm_rotate_write(
-    qkv: Tensor, turn: Turn, norms: HeadNorms | None, pool: Tensor, layer: int, slots: Tensor, heads: int
-) -> None:
+    qkv: Tensor, turn: Turn, norms: HeadNorms | None, pool: Tensor, layer: int, slots: Tensor, heads: int,
+    scales: KvScales | None = None,
+) -> None:  # fmt: skip
     """See `forebay.kernels.rotary.norm_rotate_write`; angles and weights in fp32, all contiguous."""
     assert pool.is_contiguous(), pool.stride()
-    _launch(qkv, turn, norms, pool, layer, slots, heads, pool.shape[3])
+    _launch(qkv, turn, norms, pool, layer, slots, heads, pool.shape[3], scales)
 
 
 def _launch(
     x: Tensor, turn: Turn, norms: HeadNorms | None, pool: Tensor | None, layer: int, slots: Tensor | None, heads: int,
-    kv_heads: int,
+    kv_heads: int, scales: KvScales | None,
 ) -> None:  # fmt: skip
     rows, vectors, dim = x.shape
     half = turn.cos.shape[1]
@@ -82,9 +100,11 @@ def _launch(
         return
     turn_kernel[(rows, vectors)](
         x, turn.cos, turn.sin, None if norms is None else norms.q, None if norms is None else norms.k, pool, slots,
+        None if scales is None else scales.k, None if scales is None else scales.v,
         x.stride(0), 0 if pool is None else pool.stride(0), 0 if pool is None else layer * pool.stride(1),
         0.0 if norms is None else norms.eps,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=half, HALF_PAD=triton.next_power_of_2(half),
         REST_PAD=triton.next_power_of_2(max(1, dim - 2 * half)), PAIRS=turn.pairs, NORM=norms is not None,
-        WRITE=pool is not None, num_warps=1,
+        WRITE=pool is not None, MOST=0.0 if pool is None else LARGEST.get(pool.dtype, 0.0), SCALED=scales is not None,
+        num_warps=1,
     )  # fmt: skip

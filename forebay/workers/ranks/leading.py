@@ -42,6 +42,7 @@ class LeadingModel(CausalLM):
 
     def __init__(self, model: CausalLM, crew: Crew) -> None:
         self.info, self.dtype, self.device = model.info, model.dtype, torch.device("cpu")
+        self.narrow_kv = model.narrow_kv
         self._model, self._crew = model, crew
 
     def held_groups(self) -> tuple[KVGroup, ...]:
@@ -149,6 +150,7 @@ def _start(
 ) -> Start:
     return Start(
         rank=rank, parallel=parallel, directory=str(found.directory), dtype=str(found.dtype).removeprefix("torch."),
+        kv_dtype=None if found.kv_dtype is None else str(found.kv_dtype).removeprefix("torch."),
         device=str(device), threads=threads, rendezvous=str(folder), patience_s=crew.patience_s,
     )  # fmt: skip
 

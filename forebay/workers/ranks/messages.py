@@ -20,6 +20,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     parallel: Parallel
     directory: str
     dtype: str
+    kv_dtype: str | None
     device: str
     threads: int
     rendezvous: str
