@@ -158,6 +158,43 @@ def tiny_deepseek_v2(path: Path, *, seed: int = 0, shard_size: str = "1GB", **se
     return _write(model, path, seed, shard_size, adds_bos=False, chat_template=None)
 
 
+_SPARSE = _LATENT | {"index_topk": 24, "index_head_dim": 16, "index_n_heads": 3}
+
+
+def tiny_deepseek_v32(path: Path, *, seed: int = 0, shard_size: str = "1GB", **settings: Any) -> Path:
+    """Three layers, the first dense; V3's latents and experts, and in each an index that chooses 24 positions."""
+    sizes = _sizes(layers=3, kv_heads=4, head_dim=12, settings=settings)
+    del sizes["head_dim"]
+    model = transformers.DeepseekV32ForCausalLM(transformers.DeepseekV32Config(**sizes, **(_SPARSE | settings)))
+    return _write(model, path, seed, shard_size, adds_bos=False, chat_template=None)
+
+
+def tiny_glm_moe_dsa(path: Path, *, seed: int = 0, shard_size: str = "1GB", **settings: Any) -> Path:
+    """Four layers, the first dense; the last two share what the second one chooses. Returns `path`."""
+    sizes = _sizes(layers=4, kv_heads=4, head_dim=12, settings=settings)
+    del sizes["head_dim"]
+    own = {"index_topk_freq": 3, "n_group": 1, "topk_group": 1}
+    model = transformers.GlmMoeDsaForCausalLM(transformers.GlmMoeDsaConfig(**sizes, **(_SPARSE | own | settings)))
+    return _write(model, path, seed, shard_size, adds_bos=False, chat_template=None)
+
+
+def tiny_minimax_m3(path: Path, *, seed: int = 0, shard_size: str = "1GB", **settings: Any) -> Path:
+    """Four layers, the first full and dense; the others choose 3 blocks of 12 positions for each KV head. Returns
+    `path`."""
+    sizes = _sizes(layers=4, kv_heads=2, head_dim=24, settings=settings)
+    own = {
+        "intermediate_size": 40, "dense_intermediate_size": 96, "shared_intermediate_size": 56,
+        "num_local_experts": 5, "num_experts_per_tok": 2, "index_n_heads": 2, "index_head_dim": 20,
+        "index_block_size": 12, "index_topk_blocks": 3, "index_local_blocks": 1,
+        "layer_types": ["full_attention"] + ["minimax_m3_sparse"] * 3,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+    }  # fmt: skip
+    config = transformers.MiniMaxM3VLTextConfig(**(sizes | own | settings))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    return _write(model, path, seed, shard_size, adds_bos=False, chat_template=None)
+
+
 def _sizes(*, layers: int, kv_heads: int, head_dim: int, settings: dict[str, Any]) -> dict[str, Any]:
     """Common settings; what is in `settings` wins and is taken out of it."""
     sizes: dict[str, Any] = {

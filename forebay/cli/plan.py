@@ -34,6 +34,7 @@ SETTINGS = (
     Setting("dcp", at_least(1), 1, "decode context parallel ranks among them"),
     Setting("context", at_least(1), None, "longest context to show", shown="the model's"),
     Setting("kv_dtype", one_of(*ITEM_BYTES), "bfloat16", "of the KV cache; fp8 with one scale a tensor"),
+    Setting("index_cache_dtype", one_of("model", "fp8"), "model", "of sparse layers' index keys; fp8 has a scale each"),
     Setting("weights", size, None, "of all ranks together", shown="the checkpoint's files"),
     Setting("reserve", size, 4 << 30, "of a rank, for activations and the runtime", shown="4GiB"),
     Setting("utilisation", share, 0.92, "share of a rank's memory that may be used", shown="92%"),
@@ -57,7 +58,7 @@ def run(flags: dict[str, Any]) -> int:
     from forebay.models.capacity import Budget, Ranks, contexts, fit
     from forebay.models.loading import read_info
 
-    info = read_info(values["model"])
+    info = read_info(values["model"], values["index_cache_dtype"])
     ranks, item = Ranks(values["tp"], values["dcp"]), ITEM_BYTES[values["kv_dtype"]]
     ranks.check(info)
     weights = _weights(values["model"]) if values["weights"] is None else values["weights"]

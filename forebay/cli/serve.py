@@ -24,7 +24,7 @@ from forebay.cli import serve_ray, tenants, tiers
 from forebay.cli.frontend import TOOL_CALL_PARSER
 from forebay.cli.places import cache_dir, runtime_dir
 from forebay.cli.tables import bytes_text
-from forebay.cli.worker import KV_CACHE_DTYPE, PREFIXES, RANKS
+from forebay.cli.worker import INDEX_KEYS, KV_CACHE_DTYPE, PREFIXES, RANKS
 from forebay.config import Setting, add_settings, at_least, boolean, duration, one_of, path, port, resolve, size, text
 from forebay.errors import ConfigError
 from forebay.parent import PARENT_VARIABLE
@@ -55,6 +55,7 @@ SETTINGS = (
     Setting("chunk_tokens", at_least(16), None, "tokens of a sealed chunk", shown="256"),
     Setting("threads", at_least(0), None, "compute threads", shown="what torch chooses"),
     *RANKS,
+    INDEX_KEYS,
     PREFIXES,
     Setting("label", text, None, "the model's name for clients", shown="last part of its path"),
     Setting("api_keys", path, None, "file with one `KEY TENANT` a line; without it nobody is asked"),
@@ -159,7 +160,7 @@ def _config(values: dict[str, Any], model: Path) -> ServeConfig:
     worker = {
         name: values[name] for name in (
             "dtype", "kv_cache_dtype", "device", "device_memory", "chunk_tokens", "threads", "max_num_seqs",
-            "max_num_batched_tokens", "max_model_len", "structured_outputs", "trace", "prefixes",
+            "max_num_batched_tokens", "max_model_len", "structured_outputs", "trace", "index_cache_dtype", "prefixes",
             *(setting.name for setting in RANKS if setting.name != "distributed_timeout"),
         )
     }  # fmt: skip

@@ -47,6 +47,11 @@ KV_CACHE_DTYPE = Setting(
     "of KV, if not of arithmetic: the device's FP8, or that of older AMD devices",
 )
 
+INDEX_KEYS = Setting(
+    "index_cache_dtype", one_of("model", "fp8"), "model",
+    "of sparse layers' index keys: what the model computes in, or FP8 with a scale each; a namespace of its own",
+)
+
 PREFIXES = Setting(
     "prefixes", one_of("cut", "load", "compute"), "cut",
     "what tiers have of a prompt: load what is worth it and compute the rest, load it, or compute it",
@@ -76,6 +81,7 @@ SETTINGS = (
     ),
     Setting("trace", path, None, "file for a Chrome trace of steps and requests, written at the end"),
     Setting("lookup_deadline", duration, 2.0, "how long a lookup may wait for the store's tiers", shown="2s"),
+    INDEX_KEYS,
     PREFIXES,
     Setting("push_queue", size, 256 << 20, "bytes that may wait to be stored; more is dropped", shown="256MiB"),
     Setting("drain", duration, 5.0, "how long a stop waits for the last pushes", shown="5s"),

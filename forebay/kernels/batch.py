@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from forebay.kernels.chosen import RowResolver
 
 BLOCK_TOKENS = 16
 """Tokens in a device block: one granule of the canonical layout."""
@@ -62,7 +65,8 @@ class GroupTables:
 class Batch:
     """The input of a forward pass. `token_ids`, `positions` int64 [T]; `logits_rows` int64, rows of the flat
     batch whose logits are wanted (each at most once, in any order); `spans` in the order of the rows of every
-    block table. All tensors are on the model's device.
+    block table. `resolver` says where rows are that sparse layers choose; None: where the block tables say. All tensors
+    are on the model's device.
     """
 
     token_ids: Tensor
@@ -70,6 +74,7 @@ class Batch:
     spans: tuple[SequenceSpan, ...]
     groups: Mapping[str, GroupTables]
     logits_rows: Tensor
+    resolver: RowResolver | None = None
     _memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -109,6 +114,7 @@ def pack_batch(
     *,
     logits_rows: Sequence[int] | None = None,
     device: torch.device | None = None,
+    resolver: RowResolver | None = None,
 ) -> Batch:
     """Build a batch from plain lists.
 
@@ -131,6 +137,7 @@ def pack_batch(
         spans=tuple(spans),
         groups=groups,
         logits_rows=torch.tensor(list(logits_rows), dtype=torch.int64, device=device),
+        resolver=resolver,
     )
 
 

@@ -2,7 +2,8 @@
 
 A rank has `kv_heads / tp` heads of each layer, but never less than one: beyond that, tensor parallelism copies the
 cache. Latents have no heads, so every rank has them whole. Decode context parallelism takes those copies apart: of a
-group's tokens each rank keeps one in `dcp`. Windows aren't taken apart.
+group's tokens each rank keeps one in `dcp`. Windows aren't taken apart. Index keys of sparse layers, too, are on every
+rank whole; such layers need all positions of a sequence, so they don't go together with `dcp`.
 
     per token    bytes of groups that grow with the context, on one rank
     fixed        bytes of windows, once the context is longer than they are, on one rank
@@ -18,6 +19,9 @@ from forebay.errors import ConfigError
 from forebay.models.base import KVGroup, ModelInfo
 
 BLOCK_TOKENS = 16
+
+INDEX_BYTES = 2.0
+"""The least that a value of an index key takes, if it isn't scaled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,8 @@ class Ranks:
             raise ConfigError(f"dcp {self.dcp} must divide tp {self.tp}: it shares the tensor parallel ranks")
         if BLOCK_TOKENS % self.dcp:
             raise ConfigError(f"dcp {self.dcp} must divide the {BLOCK_TOKENS} tokens of a block, which it deals out")
+        if self.dcp > 1 and info.sparse is not None:
+            raise ConfigError(f"dcp {self.dcp}: this model's layers choose among all positions; leave dcp at 1")
         for group in _growing(info):
             copies = self.copies(group)
             if copies % self.dcp:
@@ -45,7 +51,7 @@ class Ranks:
 
     def heads(self, group: KVGroup) -> int:
         """Of this group on one rank. Raises ConfigError if they can't be shared out."""
-        if group.kind == "latent":
+        if group.one_row:
             return 1
         if self.tp <= group.kv_heads:
             if group.kv_heads % self.tp:
@@ -166,6 +172,10 @@ def _windows(info: ModelInfo) -> list[KVGroup]:
 
 
 def _row_bytes(group: KVGroup, heads: int, itemsize: float) -> float:
+    """Of one token. Index keys have no narrower form than two bytes but the scaled one."""
+    if group.scaled:
+        return len(group.layers) * group.width
+    itemsize = max(itemsize, INDEX_BYTES) if group.kind == "indexer" else itemsize
     return len(group.layers) * group.planes * heads * group.head_dim * itemsize
 
 

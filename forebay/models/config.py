@@ -11,6 +11,9 @@ from forebay.models.json_file import read_json
 
 CONFIG_FILE = "config.json"
 
+INDEX_KEYS = "index_key_dtype"
+"""Added to the settings of a file, none of which has it: how index keys are stored, "model" or "fp8"."""
+
 
 class Config:
     """Typed access to the values of a configuration. `origin` is the file, for messages."""
@@ -26,6 +29,10 @@ class Config:
         """The value as it is in the file; null counts as absent."""
         value = self._values.get(key)
         return default if value is None else value
+
+    def having(self, **values: Any) -> Config:
+        """The same configuration with these values."""
+        return Config({**self._values, **values}, self.origin)
 
     def size(self, key: str, default: int | None = None) -> int:
         """A positive whole number. Raises CheckpointBroken if it is absent or anything else."""

@@ -31,14 +31,14 @@ def read_shape(config: Config) -> LatentShape:
         nope=nope,
         value=config.size("v_head_dim", 128),
         rope=rope,
-        scale=(nope + rope.dim) ** -0.5 * _sharpness(config, rope),
+        scale=(nope + rope.dim) ** -0.5 * sharpness(config, rope),
         pairs=config.flag("rope_interleave", True) if third else True,
         bias=config.flag("attention_bias", False),
     )
 
 
-def _sharpness(config: Config, rope: Rope) -> float:
-    """YaRN's magnitude, of both sides of a score, if the configuration wants it for all dimensions."""
+def sharpness(config: Config, rope: Rope) -> float:
+    """Of scores: YaRN's magnitude, of both sides of a score, if the configuration wants it for all dimensions."""
     settings = config.section("rope_parameters")
     settings = settings if "rope_type" in settings else config.section("rope_scaling")
     if "factor" not in settings or not settings.get("mscale_all_dim"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -11,7 +12,7 @@ from forebay.errors import ConfigError
 from forebay.models import fingerprint
 from forebay.models.base import CausalLM, ModelInfo
 from forebay.models.cache_dir import default_cache_dir
-from forebay.models.config import CONFIG_FILE, Config, read_config
+from forebay.models.config import CONFIG_FILE, INDEX_KEYS, Config, read_config
 from forebay.models.convert import convert_gguf, read_gguf_config
 from forebay.models.errors import ModelNotFound, UnsupportedArchitecture
 from forebay.models.json_file import read_json
@@ -23,6 +24,9 @@ from forebay.models.weights import Progress, Weights
 
 GENERATION_FILE = "generation_config.json"
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+
+IndexKeys = Literal["model", "fp8"]
+"""How sparse layers' index keys are stored: in the model's dtype, or as FP8 with a scale a key."""
 
 
 def checkpoint_directory(path: Path, *, cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
@@ -37,14 +41,14 @@ def checkpoint_directory(path: Path, *, cache_dir: Path | None = None, progress:
     return convert_gguf(path, cache_dir or default_cache_dir(), progress)
 
 
-def read_info(path: Path) -> ModelInfo:
+def read_info(path: Path, index_keys: IndexKeys = "model") -> ModelInfo:
     """Facts about the model at `path`, without reading weights. Raises as `checkpoint_directory` does."""
     _check_path(path)
     if path.is_dir():
         config, generation = read_config(path), _generation(path)
     else:
         config, generation = Config(read_gguf_config(path), path), None
-    return _info(config, generation)
+    return _info(config, generation, index_keys)
 
 
 def load_model(
@@ -55,6 +59,7 @@ def load_model(
     progress: Progress | None = None,
     cache_dir: Path | None = None,
     ranks: Ranks = ALONE,
+    index_keys: IndexKeys = "model",
     kv_dtype: torch.dtype | None = None,
 ) -> CausalLM:
     """The model at `path`, its weights in memory; with several `ranks` this one's part of it, which computes together
@@ -68,8 +73,8 @@ def load_model(
         raise UnsupportedArchitecture(f"models can't be computed in {dtype}; choose bfloat16, float32 or float64")
     directory = checkpoint_directory(path, cache_dir=cache_dir, progress=progress)
     config = read_config(directory)
-    family = find_family(text_config(config))
-    info = _info(config, _generation(directory))
+    text = _text(config, index_keys)
+    family, info = find_family(text), _info(config, _generation(directory), index_keys)
     if kv_dtype is not None:
         _check_narrow(info)
     quantisation = read_quantisation(config if "quantization_config" in config else text_config(config))
@@ -78,7 +83,7 @@ def load_model(
         kv_dtype=kv_dtype,
     )
     with torch.inference_mode():
-        model = family.build(text_config(config), weights)
+        model = family.build(text, weights)
     model.info, model.narrow_kv = info, kv_dtype
     return model
 
@@ -95,7 +100,7 @@ def _check_narrow(info: ModelInfo) -> None:
 def check_ranks(directory: Path, size: int, experts: ExpertSplit = "inside") -> None:
     """May `size` tensor parallel ranks share the checkpoint in `directory`? Raises ConfigError; reads no weights."""
     config = read_config(directory)
-    check_split(text_config(config), _info(config, None), size, experts)
+    check_split(text_config(config), _info(config, None, "model"), size, experts)
 
 
 def fingerprint_weights(path: Path, cache_dir: Path | None = None, progress: Progress | None = None) -> bytes:
@@ -105,9 +110,17 @@ def fingerprint_weights(path: Path, cache_dir: Path | None = None, progress: Pro
     return fingerprint.fingerprint_weights(directory, cache_dir)
 
 
-def _info(config: Config, generation: Config | None) -> ModelInfo:
-    nested = text_config(config)
+def _text(config: Config, index_keys: IndexKeys) -> Config:
+    """The language model's configuration, with what isn't a matter of the checkpoint."""
+    text = text_config(config)
+    return text if index_keys == "model" else text.having(**{INDEX_KEYS: index_keys})
+
+
+def _info(config: Config, generation: Config | None, index_keys: IndexKeys) -> ModelInfo:
+    nested = _text(config, index_keys)
     info = find_family(nested).info(nested)
+    if index_keys != "model" and not any(group.scaled for group in info.kv_groups):
+        raise ConfigError(f"index_cache_dtype {index_keys}: this model has no index keys; leave it out")
     # What ends an answer: the generation settings know more (the end of a turn) than the architecture's.
     eos = generation.token_ids("eos_token_id") if generation is not None else ()
     eos = eos or config.token_ids("eos_token_id") or info.eos_ids

@@ -126,7 +126,7 @@ def held_group(group: KVGroup, ranks: Ranks) -> KVGroup:
     out."""
     context = ranks.context if is_dealt(group, ranks.context) else None
     tokens = group.block_tokens if context is None else context.dealing.block_tokens
-    heads = 1 if group.kind == "latent" else max(group.kv_heads // ranks.size, 1)
+    heads = 1 if group.one_row else max(group.kv_heads // ranks.size, 1)
     return replace(group, kv_heads=heads, block_tokens=tokens)
 
 
@@ -191,7 +191,7 @@ def check_split(config: Config, info: ModelInfo, size: int, experts: ExpertSplit
     heads = config.size("num_attention_heads")
     for group in info.kv_groups:
         # Latents have no heads of their own: every rank keeps all of them, whatever heads it computes.
-        check_heads(heads, 1 if group.kind == "latent" else group.kv_heads, size)
+        check_heads(heads, 1 if group.one_row else group.kv_heads, size)
     for name in ("intermediate_size", "moe_intermediate_size")[: 2 if experts == "inside" else 1]:
         if name in config and config.size(name) < size:
             raise ConfigError(f"tensor_parallel_size {size} is more than the {config.size(name)} of {name}; use fewer")

@@ -12,7 +12,7 @@ from typing import Literal
 from torch import Tensor
 
 from forebay.errors import ConfigError
-from forebay.models.base import KVGroup, ModelInfo, RopeValue
+from forebay.models.base import KVGroup, ModelInfo, RopeValue, Sparsity
 from forebay.models.config import Config
 from forebay.models.context import context_of, query_heads
 from forebay.models.kv_scales import read_kv_scales
@@ -93,8 +93,9 @@ def refuse_settings(config: Config, *, act: str = "silu", **refused: bool) -> No
 
 
 def read_info(
-    config: Config, family: str, groups: Iterable[KVGroup], rope: Mapping[str, RopeValue], max_context: int
-) -> ModelInfo:
+    config: Config, family: str, groups: Iterable[KVGroup], rope: Mapping[str, RopeValue], max_context: int,
+    *, sparse: Sparsity | None = None,
+) -> ModelInfo:  # fmt: skip
     """Facts, most of them by their usual names."""
     return ModelInfo(
         family=family,
@@ -106,6 +107,7 @@ def read_info(
         rope=rope,
         bos_id=next(iter(config.token_ids("bos_token_id")), None),
         eos_ids=config.token_ids("eos_token_id"),
+        sparse=sparse,
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from forebay.kernels.batch import pack_batch
 from forebay.kernels.dispatch import dispatch
+from forebay.kvstore.geometry import RowField
 from forebay.kvstore.identity import GroupGeometry, Namespace, check_namespace
 from forebay.models.base import CausalLM, KVGroup, ModelInfo
 from forebay.scheduler.batch import BatchScheduler
@@ -63,9 +64,15 @@ def namespace_of(
 
 def geometries(groups: Sequence[KVGroup], dtype: str) -> tuple[GroupGeometry, ...]:
     """Cache groups as the store names them."""
-    return tuple(
-        GroupGeometry(g.name, g.kind, tuple(g.layers), g.kv_heads, g.head_dim, dtype, g.window) for g in groups
-    )
+    return tuple(_geometry(group, dtype) for group in groups)
+
+
+def _geometry(group: KVGroup, dtype: str) -> GroupGeometry:
+    scale = (RowField("scale", 1, "float32"),) if group.scaled else ()
+    return GroupGeometry(
+        group.name, group.kind, tuple(group.layers), group.kv_heads, group.head_dim,
+        "float8_e4m3fn" if group.scaled else dtype, group.window, beside=scale,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

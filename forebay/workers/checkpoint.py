@@ -14,7 +14,7 @@ from forebay.errors import ConfigError
 from forebay.kernels.formats import own_fp8
 from forebay.models.base import CausalLM
 from forebay.models.config import read_config
-from forebay.models.loading import checkpoint_directory, fingerprint_weights, load_model
+from forebay.models.loading import IndexKeys, checkpoint_directory, fingerprint_weights, load_model
 from forebay.models.ranks import ALONE, Ranks
 from forebay.models.registry import text_config
 from forebay.workers.config import WorkerConfig
@@ -31,12 +31,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What is to be loaded: safetensors in `directory`, to be computed in `dtype` on `device`, with KV in `kv_dtype` if
-    that is another."""
+    """What is to be loaded: safetensors in `directory`, to be computed in `dtype` on `device`; how index keys are to be
+    stored, and in what KV, if not in `dtype`."""
 
     directory: Path
     dtype: torch.dtype
     device: torch.device
+    index_keys: IndexKeys = "model"
     kv_dtype: torch.dtype | None = None
 
 
@@ -57,7 +58,8 @@ def find_checkpoint(config: WorkerConfig) -> Checkpoint:
     device, progress = _device(config.device), Progress()
     directory = checkpoint_directory(config.model, cache_dir=config.cache_dir, progress=progress)
     progress.finish()
-    return Checkpoint(directory, _dtype(config.dtype, directory), device, _kv_dtype(config.kv_cache_dtype, device))
+    kv_dtype = _kv_dtype(config.kv_cache_dtype, device)
+    return Checkpoint(directory, _dtype(config.dtype, directory), device, config.index_cache_dtype, kv_dtype)
 
 
 def fingerprint(config: WorkerConfig) -> bytes:
@@ -73,6 +75,7 @@ def load_found(found: Checkpoint, ranks: Ranks = ALONE) -> CausalLM:
     progress = Progress()
     model = load_model(
         found.directory, dtype=found.dtype, device=found.device, progress=progress, ranks=ranks,
+        index_keys=found.index_keys,
         kv_dtype=found.kv_dtype,
     )  # fmt: skip
     progress.finish()

@@ -59,6 +59,8 @@ class WorkerConfig:
     """Where the Chrome trace is written when the worker stops; None traces nothing."""
     lookup_deadline_ms: int = 2000
     """How long a lookup may wait for the store's tiers; then what is there is used."""
+    index_cache_dtype: Literal["model", "fp8"] = "model"
+    """Of sparse layers' index keys: what the model computes in, or FP8 with a scale a key. Part of the namespace."""
     prefixes: Prefixes = "cut"
     """What becomes of a prefix that tiers have: `cut`, `load` or `compute`; see docs/worker.md."""
     push_queue_bytes: int = 256 << 20

@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.ties import first_of_equals
+
 
 @contextmanager
 def one_thread() -> Iterator[None]:
@@ -29,7 +31,7 @@ def greedy_reference(model: Path, prompts: list[list[int]], length: int) -> list
     )
     loaded.eval()
     answers = []
-    with one_thread(), torch.inference_mode():
+    with one_thread(), torch.inference_mode(), first_of_equals():
         for prompt in prompts:
             ids = torch.tensor([prompt])
             cache, answer = None, []

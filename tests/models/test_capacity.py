@@ -19,7 +19,7 @@ from forebay.models.capacity import (
     per_token,
     per_token_whole,
 )
-from forebay.models.config import Config
+from forebay.models.config import INDEX_KEYS, Config
 from forebay.models.registry import find_family
 
 BF16, FP8 = 2.0, 1.0
@@ -49,10 +49,22 @@ DEEPSEEK_V3 = {
     "moe_intermediate_size": 2048, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
     "first_k_dense_replace": 3, "rms_norm_eps": 1e-6,
 }  # fmt: skip
+DEEPSEEK_V32 = DEEPSEEK_V3 | {
+    "model_type": "deepseek_v32", "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048,
+}  # fmt: skip
+GLM_5 = {
+    "model_type": "glm_moe_dsa", "vocab_size": 154880, "hidden_size": 6144, "intermediate_size": 12288,
+    "num_hidden_layers": 78, "num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 2048,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+    "max_position_embeddings": 202752, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
+    "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "rms_norm_eps": 1e-5, "index_head_dim": 128,
+    "index_n_heads": 32, "index_topk": 2048,
+}  # fmt: skip
+GLM_52 = GLM_5 | {"index_topk_freq": 4, "index_skip_topk_offset": 2}
 
 
-def info_of(values: dict[str, Any]) -> ModelInfo:
-    config = Config(values, Path("config.json"))
+def info_of(values: dict[str, Any], index_keys: str = "model") -> ModelInfo:
+    config = Config(values | {INDEX_KEYS: index_keys}, Path("config.json"))
     return find_family(config).info(config)
 
 
@@ -69,6 +81,29 @@ def test_a_token_takes_what_is_published(values: dict[str, Any], grows: int, at_
     assert per_token_whole(info, BF16) == grows == 2 * per_token_whole(info, FP8)
     whole = footprint(info, Ranks(), BF16, 131_072).whole - fixed_whole(info, BF16)
     assert whole / 2**30 == pytest.approx(at_128k_gib, abs=0.06)
+
+
+@pytest.mark.parametrize(
+    ("values", "latents", "index"),
+    [(DEEPSEEK_V32, 70_272, 61 * 132), (GLM_5, 89_856, 78 * 132), (GLM_52, 89_856, 21 * 132)],
+    ids=["deepseek-v3.2", "glm-5", "glm-5.2"],
+)
+def test_index_keys_come_on_top_of_latents(values: dict[str, Any], latents: int, index: int) -> None:
+    """In eight bits a key takes 132 bytes; otherwise two bytes a value, even beside latents of one."""
+    assert per_token_whole(info_of(values, "fp8"), BF16) == latents + index
+    assert per_token_whole(info_of(values, "fp8"), FP8) == latents / 2 + index
+    assert per_token_whole(info_of(values), BF16) == latents + index / 132 * 256
+    assert per_token_whole(info_of(values), FP8) == latents / 2 + index / 132 * 256
+    at_128k = footprint(info_of(values, "fp8"), Ranks(), BF16, 131_072).whole / 2**30
+    assert at_128k == pytest.approx({70_272: 8.6 + 0.98, 89_856: 11.0 + index / 8192}[latents], abs=0.06)
+
+
+def test_pages_of_glm_5_2_are_those_that_are_published() -> None:
+    """Of 64 tokens: 3,052,800 bytes in FP8, 5,928,192 in bf16; rows with scales, of 656 bytes, make 51,168 a token."""
+    info = info_of(GLM_52, "fp8")
+    assert [64 * per_token_whole(info, item) for item in (FP8, BF16)] == [3_052_800, 5_928_192]
+    assert per_token_whole(info, 656 / 576) == pytest.approx(51_168 + 2_772)
+    assert per_token(info, Ranks(8), FP8) == 47_700, "both are on every rank whole"
 
 
 def test_windows_take_the_same_however_long_a_request_is() -> None:
@@ -103,6 +138,7 @@ def test_latents_are_on_every_rank_unless_their_tokens_are_shared_out() -> None:
         (LLAMA, Ranks(8, 2), "dcp 2: with tp 8 .* on 1 rank at once"), (LLAMA, Ranks(4, 3), "dcp 3 must divide tp 4"),
         (DEEPSEEK_V3, Ranks(6, 3), "dcp 3 must divide the 16 tokens of a block"),
         (QWEN3_30B, Ranks(3), "tp 3 must divide the 4 KV heads"), (QWEN3_30B, Ranks(6), "tp 6 must be a multiple of"),
+        (GLM_52, Ranks(8, 8), "choose among all positions"),
         (QWEN3_30B, Ranks(16, 8), "on 4 ranks at once"), (LLAMA, Ranks(0), "at least 1"),
     ],
 )  # fmt: skip

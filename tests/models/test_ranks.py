@@ -160,7 +160,7 @@ def check_pools(whole: Runner, parts: list[Runner]) -> None:
         expected = whole.pools[group.name]
         for rank, runner in enumerate(parts):
             found = runner.pools[group.name]
-            if group.kind == "latent":
+            if group.one_row:
                 mine = slice(None)
             else:
                 part = split_heads(group.kv_heads, rank, size)

@@ -30,6 +30,7 @@ def _rope(kind: str, **settings: float) -> dict[str, object]:
 
 _PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 _YARN = _rope("yarn", original_max_position_embeddings=32)
+_MSCALED_YARN = _rope("yarn", factor=8.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=1.2)
 _LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 
 FAMILIES: dict[str, Family] = {
@@ -88,6 +89,15 @@ FAMILIES: dict[str, Family] = {
         checkpoints.tiny_minimax_m2, "norm over all heads together, partly rotated heads, sigmoid router with a bias",
         {"all-rotated": partial(checkpoints.tiny_minimax_m2, rope_parameters=_PLAIN)},
     ),
+    "minimax_m3_vl_text": Family(
+        checkpoints.tiny_minimax_m3, "an index chooses blocks for each KV head, clamped SwiGLU, sigmoid router",
+        {
+            "two-local-blocks": partial(checkpoints.tiny_minimax_m3, index_local_blocks=2, index_block_size=7),
+            "no-local-block": partial(checkpoints.tiny_minimax_m3, index_local_blocks=0, index_topk_blocks=2),
+            "clamp-that-bites": partial(checkpoints.tiny_minimax_m3, swiglu_limit=0.7, swiglu_alpha=1.1),
+            "all-full": partial(checkpoints.tiny_minimax_m3, layer_types=["full_attention"] * 4),
+        },
+    ),
     "deepseek_v2": Family(
         checkpoints.tiny_deepseek_v2, "latent attention, group-limited softmax router, shared experts",
         {
@@ -102,6 +112,21 @@ FAMILIES: dict[str, Family] = {
             "plain-rope": partial(checkpoints.tiny_deepseek_v3, rope_parameters=_PLAIN),
             "no-query-latent-biases": partial(checkpoints.tiny_deepseek_v3, q_lora_rank=None, attention_bias=True),
             "sharded": partial(checkpoints.tiny_deepseek_v3, shard_size="100KB"),
+        },
+    ),
+    "deepseek_v32": Family(
+        checkpoints.tiny_deepseek_v32, "sparse latent attention: an index in every layer",
+        {
+            "yarn-biases": partial(checkpoints.tiny_deepseek_v32, attention_bias=True, rope_parameters=_MSCALED_YARN),
+            "chooses-one": partial(checkpoints.tiny_deepseek_v32, index_topk=1),
+            "chooses-all": partial(checkpoints.tiny_deepseek_v32, index_topk=90),
+        },
+    ),
+    "glm_moe_dsa": Family(
+        checkpoints.tiny_glm_moe_dsa, "sparse latent attention, whose choice several layers share",
+        {
+            "pattern": partial(checkpoints.tiny_glm_moe_dsa, index_topk_pattern="FSFS", index_head_dim=12),
+            "every-layer-its-own": partial(checkpoints.tiny_glm_moe_dsa, index_topk_freq=1, index_topk=40),
         },
     ),
 }  # fmt: skip

@@ -18,13 +18,14 @@ from transformers.models.qwen3 import modeling_qwen3
 from forebay.kernels.batch import BLOCK_TOKENS, NO_BLOCK, pack_batch
 from forebay.kernels.cache import gather_granules, scatter_granules
 from forebay.models.base import CausalLM, KVGroup
+from tests.ties import first_of_equals
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 
 
 def reference_logits(path: Path, ids: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Logits [len(ids), vocab] of a full forward pass by transformers."""
-    with _in_full_precision() if dtype == torch.float64 else contextlib.nullcontext():
+    with _in_full_precision() if dtype == torch.float64 else contextlib.nullcontext(), first_of_equals():
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
         if model.config.model_type != "gpt_oss":  # its sinks are known to eager attention only
             model.set_attn_implementation("sdpa")  # eager attention rounds its softmax to fp32

@@ -79,7 +79,8 @@ def cell(outcomes: Outcomes, family: str, tests: tuple[str, ...]) -> str:
 
 def describe(group: KVGroup) -> str:
     """A cache group in a word or two."""
-    return {"full": "K, V", "window": "K, V of a window", "latent": "latents"}[group.kind]
+    kinds = {"full": "K, V", "window": "K, V of a window", "latent": "latents", "indexer": "index keys"}
+    return kinds[group.kind]
 
 
 def table(outcomes: Outcomes) -> str:

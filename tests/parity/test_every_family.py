@@ -104,16 +104,18 @@ def test_hit_at_every_boundary(case: Case) -> None:
 def test_facts_come_without_weights(case: Case) -> None:
     info = read_info(case.path)
     assert info == case.model.info
-    assert sorted(layer for group in info.kv_groups for layer in group.layers) == list(range(info.num_layers))
+    kept = [layer for group in info.kv_groups if group.kind != "indexer" for layer in group.layers]
+    assert sorted(kept) == list(range(info.num_layers))
     for group in info.kv_groups:
         pool = case.model.new_pools({g.name: 2 for g in info.kv_groups})[group.name]
         assert pool[0].numel() * pool.itemsize == group.granule_bytes(torch.float32)
 
 
 def test_bf16_stays_near_fp32(case: Case) -> None:
-    """Most rows do. Where two experts' scores nearly tie, another one may be chosen, and the row is another."""
+    """Most rows do. Where two experts' scores nearly tie, another one may be chosen, and the row is another; so it is
+    with positions that a layer chooses, of which there are many more."""
     rounded = load_model(case.path, dtype=torch.bfloat16, device=CPU)
     found = Runner(rounded).step({0: case.ids})
     assert found.dtype == torch.float32
     likeness = torch.nn.functional.cosine_similarity(found, case.wanted)
-    assert likeness.median() > 0.99
+    assert likeness.median() > (0.99 if case.model.info.sparse is None else 0.9)

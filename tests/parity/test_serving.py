@@ -1,8 +1,8 @@
 """Every family's tiny checkpoint is served by real processes, its cache kept by a store: answers are the reference's
 token for token in fp64, hits exact, and what was loaded came from where it should.
 
-By default two families that differ most from the others: latents, and a window with sinks and quantised experts. All of
-them with FOREBAY_ALL_FAMILIES=1.
+By default two families that differ most from the others: latents of which an index chooses some, and a window with
+sinks and quantised experts. All of them with FOREBAY_ALL_FAMILIES=1.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+import torch
 
+from forebay.models.base import CausalLM
+from forebay.models.loading import load_model
 from forebay.testing.cluster import Cluster
 from tests import checkpoints
 from tests.e2e.expected import PrefixOracle
@@ -20,8 +23,9 @@ from tests.e2e.prompts import sharing_prompts
 from tests.e2e.reference import greedy_reference
 from tests.e2e.test_identity import CHUNK, OUTPUT, VOCAB, WINDOW, Case, figure
 from tests.parity.families import FAMILIES
+from tests.parity.reference import Runner
 
-QUICK = ("deepseek_v3", "gpt_oss")
+QUICK = ("glm_moe_dsa", "gpt_oss")
 ALL = bool(os.environ.get("FOREBAY_ALL_FAMILIES"))
 COUNT, LONGEST = 8, 110
 
@@ -92,3 +96,34 @@ def test_served_from_files(served: Served) -> None:
     grown = [figure(figures, f"cached.{source}") for source in ("fs", "host", "device")]
     assert grown[0] > 0 and sum(grown) == cached
     assert cluster.store_values()["tier.fs.promoted_bytes"] > 0
+
+
+# --- index keys of eight bits --------------------------------------------------------------------------------
+
+
+def answer(model: CausalLM, prompt: list[int]) -> list[int]:
+    """Greedy, without any cache of ours."""
+    runner, answer, new = Runner(model), [], prompt
+    with torch.inference_mode():
+        for _ in range(OUTPUT):
+            answer.append(int(runner.step({0: new})[-1].argmax()))
+            new = answer[-1:]
+    return answer
+
+
+@pytest.mark.skipif(not ALL, reason="the long form: FOREBAY_ALL_FAMILIES=1")
+def test_scaled_index_keys_are_served_and_hit(cluster: Cluster) -> None:
+    """Cold on one rank, then on two: the store has rows with their scales, and every rank gets all of them."""
+    cluster.model = checkpoints.tiny_glm_moe_dsa(cluster.folder / "scaled", index_head_dim=32)
+    model = load_model(cluster.model, dtype=torch.float64, device=torch.device("cpu"), index_keys="fp8")
+    prompts = sharing_prompts(VOCAB, CHUNK, WINDOW, COUNT, seed=12, longest=LONGEST)
+    case = Case(cluster, prompts, [answer(model, prompt) for prompt in prompts], PrefixOracle())
+    for ranks in (1, 2):
+        worker, front = f"scaled-worker{ranks}", f"scaled-front{ranks}"
+        cluster.start_worker(worker, extra=("--index-cache-dtype", "fp8", "--tensor-parallel-size", str(ranks)))
+        cluster.start_frontend(front, worker)
+        case.ask_all(front, known=ranks == 2)
+        figures = cluster.figures(front)
+        for part in (front, worker):
+            assert cluster.processes[part].end() == 0
+    assert figure(figures, "cached.host") > 0

@@ -82,7 +82,10 @@ def _serve(start: Start, steps: Channel[Loaded, ToFollower], moves: Channel[Done
     ranks, device = ProcessRanks(start.rank, start.parallel.size, start.parallel), torch.device(start.device)
     dtype: torch.dtype = getattr(torch, start.dtype)
     kv_dtype: torch.dtype | None = None if start.kv_dtype is None else getattr(torch, start.kv_dtype)
-    model = load_model(Path(start.directory), dtype=dtype, device=device, ranks=ranks, kv_dtype=kv_dtype)
+    model = load_model(
+        Path(start.directory), dtype=dtype, device=device, ranks=ranks, index_keys=start.index_keys,
+        kv_dtype=kv_dtype,
+    )
     steps.send(Loaded())
     _expect(steps, Meet)
     ranks.meet(Path(start.rendezvous), device, start.patience_s)

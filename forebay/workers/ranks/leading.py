@@ -152,6 +152,7 @@ def _start(
         rank=rank, parallel=parallel, directory=str(found.directory), dtype=str(found.dtype).removeprefix("torch."),
         kv_dtype=None if found.kv_dtype is None else str(found.kv_dtype).removeprefix("torch."),
         device=str(device), threads=threads, rendezvous=str(folder), patience_s=crew.patience_s,
+        index_keys=found.index_keys,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import msgspec
 
 from forebay.ipc.framing import Codec
 from forebay.kvstore.protocol import NewChunk
+from forebay.models.loading import IndexKeys
 from forebay.models.parallel import Parallel
 
 FRAME_BYTES_MAX = 256 << 20
@@ -25,6 +26,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     threads: int
     rendezvous: str
     patience_s: float
+    index_keys: IndexKeys = "model"
 
 
 class Loaded(msgspec.Struct, tag=True, frozen=True):

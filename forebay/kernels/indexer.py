@@ -1,0 +1,174 @@
+"""The index of sparse attention (DSA): scores of cached keys for each query, and the positions with the best of them.
+
+    score(t) = sum over heads h of w_h * max(0, q_h . k_t)
+
+A token has one key for all heads; keys are a cache group of their own, [blocks, layers, 1, 1, 16, width]. They are
+stored in the model's dtype, or *scaled*: as float8_e4m3fn bytes with an fp32 power of two behind them, so that
+multiplying is exact. Before that, a key and its queries may be turned by a Hadamard matrix, which changes no product,
+and leaves no value of a key much larger than the others.
+
+Scores are fp32 or better whatever the keys are. Zeros are frequent, and equal: the lower position wins.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forebay.kernels.batch import BLOCK_TOKENS, Batch
+from forebay.kernels.chosen import Selection, best_columns, in_order, physical_rows, sequence_of_rows
+from forebay.kernels.scratch import gather_rows
+
+FP8_MAX = 448.0
+SMALLEST_SCALE = 2.0**-60
+"""A key all of whose values are smaller still is zero."""
+
+KEY_BLOCKS = 256
+"""Blocks of keys that are scored at a time. What is best so far is kept from one part to the next."""
+
+SCORE_BYTES = 16 * 2**20
+"""The most that scores of all heads of a tile of queries take."""
+
+
+# --- stored keys ---------------------------------------------------------------------------------------------
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """`x` [..., n] times the symmetric orthogonal matrix of +-n**-0.5; n is a power of two."""
+    n = x.shape[-1]
+    assert n & (n - 1) == 0, n
+    flat = x.reshape(-1, n)
+    step = 1
+    while step < n:
+        left, right = flat.view(-1, n // (2 * step), 2, step).unbind(2)
+        flat = torch.stack((left + right, left - right), dim=2).view(-1, n)
+        step *= 2
+    return (flat * n**-0.5).view(x.shape)
+
+
+def scale_keys(keys: Tensor) -> Tensor:
+    """uint8 [T, dim + 4]: `keys` [T, dim] as float8_e4m3fn, each row with its scale behind it."""
+    exact = keys.to(torch.float32)
+    largest = exact.abs().amax(dim=1, keepdim=True)
+    # The least power of two with which the largest value fits: exponents alone, so that no rounding has a say.
+    mantissa, exponent = torch.frexp(largest / FP8_MAX)
+    scales = torch.ldexp(torch.ones_like(largest), exponent - (mantissa == 0.5).to(exponent.dtype))
+    scales = scales.clamp_min(SMALLEST_SCALE)
+    values = (exact / scales).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.cat((values, scales.view(torch.uint8)), dim=1)
+
+
+def unscale_keys(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse, but for rounding: [n, dim] in `dtype` of uint8 [n, dim + 4]."""
+    values = stored[:, :-4].contiguous().view(torch.float8_e4m3fn).to(dtype)
+    return values * stored[:, -4:].contiguous().view(torch.float32).to(dtype)
+
+
+def write_keys(pool: Tensor, layer_in_group: int, slots: Tensor, keys: Tensor) -> None:
+    """Store `keys` [T, dim] of one layer at `slots` int64 [T]. Mutates `pool`, whose dtype says in which form."""
+    rows = scale_keys(keys) if pool.dtype == torch.uint8 else keys.to(pool.dtype)
+    at = physical_rows(slots, pool.shape[1], layer_in_group)
+    pool.view(-1, pool.shape[-1]).index_copy_(0, at, rows)
+
+
+def _read_keys(pool: Tensor, layer_in_group: int, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys [n * 16, dim] of `blocks` int64 [n], in `dtype`; perhaps valid until the next gather only."""
+    _, layers, _, _, _, width = pool.shape
+    found = gather_rows(pool.view(-1, BLOCK_TOKENS * width), blocks * layers + layer_in_group).view(-1, width)
+    return unscale_keys(found, dtype) if pool.dtype == torch.uint8 else found.to(dtype)
+
+
+# --- choosing ------------------------------------------------------------------------------------------------
+
+
+def index_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """[R, n] of queries `q` [R, heads, dim] with `weights` [R, heads] and `keys` [n, dim], all in one dtype."""
+    rows, heads, dim = q.shape
+    products = (q.reshape(rows * heads, dim) @ keys.T).relu_().view(rows, heads, -1)
+    return torch.bmm(weights[:, None], products)[:, 0]
+
+
+def choose_positions(
+    q: Tensor, weights: Tensor, pool: Tensor, layer_in_group: int, batch: Batch, group: str, top_k: int,
+    rows: Tensor | None = None,
+) -> Selection:  # fmt: skip
+    """For each row of the batch, or for `rows` int64 alone, which ascend, the `top_k` best of its own sequence's
+    positions up to itself.
+
+    `q` [R, heads, dim] and `weights` [R, heads] are these rows', fp32 or fp64. The batch's own keys must have been
+    written. Mutates nothing. Blocks.
+    """
+    sequences = sequence_of_rows(batch)
+    rows = torch.arange(len(sequences), device=sequences.device) if rows is None else rows
+    sequences = sequences.index_select(0, rows)
+    width = min(top_k, max(span.total_len for span in batch.spans))
+    out = torch.full((len(rows), width), -1, dtype=torch.int64, device=rows.device)
+    begin = 0
+    for index, count in enumerate(torch.bincount(sequences, minlength=len(batch.spans)).tolist()):
+        if not count:
+            continue
+        part, span = slice(begin, begin + count), batch.spans[index]
+        blocks = batch.groups[group].block_tables[index, : (span.total_len - 1) // BLOCK_TOKENS + 1]
+        ends = batch.positions.index_select(0, rows[part]) + 1
+        keys = Keys(pool, layer_in_group, blocks, q.dtype)
+        _choose(q[part], weights[part], keys, ends, out[part])
+        begin += count
+    return Selection(rows, sequences, out)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Keys:
+    """One sequence's keys, which lie in `blocks` [n], in `dtype`. What is given is perhaps valid until the next gather
+    only."""
+
+    pool: Tensor
+    layer_in_group: int
+    blocks: Tensor
+    dtype: torch.dtype
+
+    def part(self, first: int) -> Tensor:
+        """From position `first` on, which begins a block, `KEY_BLOCKS` blocks of them."""
+        start = first // BLOCK_TOKENS
+        return _read_keys(self.pool, self.layer_in_group, self.blocks[start : start + KEY_BLOCKS], self.dtype)
+
+    def all(self) -> Tensor:
+        """All of them [n * 16, dim], those behind the sequence's end included."""
+        return _read_keys(self.pool, self.layer_in_group, self.blocks, self.dtype)
+
+
+def _choose(q: Tensor, weights: Tensor, keys: Keys, ends: Tensor, out: Tensor) -> None:
+    """One sequence's rows, the first of which sees `ends[0]` positions, and so on: ascending."""
+    longest = min(KEY_BLOCKS, len(keys.blocks)) * BLOCK_TOKENS
+    tile = max(1, SCORE_BYTES // (q.shape[1] * longest * q.element_size()))
+    for begin in range(0, len(q), tile):
+        rows = slice(begin, begin + tile)
+        chosen = _choose_tile(q[rows], weights[rows], keys, ends[rows], out.shape[1])
+        out[rows, : chosen.shape[1]] = chosen
+
+
+def _choose_tile(q: Tensor, weights: Tensor, keys: Keys, ends: Tensor, count: int) -> Tensor:
+    """int64 [r, at most count], NONE behind the last."""
+    step, last = KEY_BLOCKS * BLOCK_TOKENS, int(ends[-1])
+    scores = q.new_empty(len(q), 0)
+    positions = torch.empty(len(q), 0, dtype=torch.int64, device=q.device)
+    for first in range(0, last, step):
+        size = min(step, last - first)
+        found = index_scores(q, weights, keys.part(first)[:size])
+        at = torch.arange(first, first + size, device=q.device)
+        found.masked_fill_(at >= ends[:, None], -math.inf)
+        # What is kept comes first, and its positions ascend: so the order of columns stays that of positions.
+        scores, positions = torch.cat((scores, found), dim=1), torch.cat((positions, at.expand(len(q), -1)), dim=1)
+        columns = best_columns(scores, count)
+        scores, positions = scores.gather(1, columns), positions.gather(1, columns)
+    return in_order(scores, positions)
+
+
+# --- the oracle ----------------------------------------------------------------------------------------------
+
+
+def choose_reference(scores: Tensor, top_k: int) -> list[int]:
+    """What must be chosen of positions with `scores` [n]: sorted one by one. Slow: for tests."""
+    return sorted(range(len(scores)), key=lambda at: (-float(scores[at]), at))[:top_k]
