@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.lse import Lse, Partial
-from forebay.kernels.scratch import gather_rows
+from forebay.kernels.narrow import KvScales, is_narrow, narrow, widen_rows
 
 TILE_QUERIES = 128
 """Queries whose scores are in memory at a time."""
@@ -39,15 +39,54 @@ def nothing_seen(rows: int, heads: int, dim: int, like: Tensor) -> Partial:
     return Partial(out, Lse(out.new_full((rows, heads), -math.inf), "e"))
 
 
-def gather_keys(pool: Tensor, layer_in_group: int, blocks: Tensor, rank: int | None) -> Keys:
-    """Keys of `blocks` [B, n] of a pool [blocks, layers, planes, 1, tokens, dim]: each [B, n * tokens, dim], until this
-    thread gathers again. `rank`: of a pool of latents, how much of a row is summed (None: it has K and V)."""
-    _, layers, planes, heads, tokens, dim = pool.shape
-    assert heads == 1 and planes == (2 if rank is None else 1), (pool.shape, rank)
-    first = (blocks * layers + layer_in_group) * planes
-    runs = first + torch.arange(planes, device=pool.device).view(-1, 1, 1)
-    rows = gather_rows(pool.view(-1, tokens * dim), runs.flatten()).view(planes, len(blocks), -1, dim)
-    return Keys(rows[0], rows[1] if rank is None else rows[0][..., :rank])
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How a layer's rows lie in a pool [blocks, layers, planes, 1, tokens, dim]: `rank` is, of latents, how much of a
+    row is summed (None: there are K and V); what is in FP8 is multiplied by `scales`."""
+
+    layer: int
+    rank: int | None = None
+    scales: KvScales | None = None
+
+    def write(self, pool: Tensor, slots: Tensor, rows: Tensor) -> None:
+        """Keep `rows` [n, planes, dim] at `slots` (block * tokens + offset) [n]. Mutates `pool`."""
+        _, layers, planes, _, tokens, dim = pool.shape
+        first = (slots // tokens * layers + self.layer) * planes
+        at = (first[:, None] + torch.arange(planes, device=pool.device)) * tokens + slots[:, None] % tokens
+        flat = pool.view(-1, dim)
+        if is_narrow(pool.dtype):  # as bytes: torch doesn't scatter FP8
+            rows, flat = self._narrow(rows, pool.dtype).view(torch.uint8), flat.view(torch.uint8)
+        flat.index_copy_(0, at.flatten(), rows.reshape(-1, dim))
+
+    def gather(self, pool: Tensor, blocks: Tensor, dtype: torch.dtype) -> Keys:
+        """Keys of `blocks` [B, n] in `dtype`: each [B, n * tokens, dim], until this thread gathers again."""
+        _, layers, planes, heads, tokens, dim = pool.shape
+        assert heads == 1 and planes == (2 if self.rank is None else 1), (pool.shape, self.rank)
+        first = (blocks * layers + self.layer) * planes
+        runs = first + torch.arange(planes, device=pool.device).view(-1, 1, 1)
+        rows = widen_rows(pool.view(-1, tokens * dim), runs.flatten(), dtype).view(planes, len(blocks), -1, dim)
+        if self.scales is not None:
+            rows = rows * self._factors(dtype)[:, None, None]
+        return Keys(rows[0], rows[1] if self.rank is None else rows[0][..., : self.rank])
+
+    def as_kept(self, pool: Tensor, rows: Tensor) -> Tensor:
+        """New `rows` [n, planes, dim] as they would be read: what FP8 has cut is cut here, too."""
+        if not is_narrow(pool.dtype):
+            return rows
+        kept = self._narrow(rows, pool.dtype).to(rows.dtype)
+        return kept if self.scales is None else kept * self._factors(rows.dtype)
+
+    def keys(self, rows: Tensor) -> Keys:
+        """From rows [n, planes, dim]."""
+        return Keys(rows[:, 0], rows[:, 1] if self.rank is None else rows[:, 0, : self.rank])
+
+    def _narrow(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        return narrow(rows, None if self.scales is None else self._factors(torch.float32), dtype)
+
+    def _factors(self, dtype: torch.dtype) -> Tensor:
+        """Of each plane, [planes, 1]."""
+        assert self.scales is not None
+        return (self.scales.both if self.rank is None else self.scales.k[:, None]).to(dtype)
 
 
 def attend_lengths(q: Tensor, keys: Keys, lengths: Tensor) -> Partial:

@@ -22,11 +22,11 @@ from forebay.kernels.dealing import Dealing
 from forebay.kernels.lse import Lse, Partial, merge_parts
 from forebay.kernels.partial import (
     Keys,
+    Stored,
     attend_all,
     attend_causal,
     attend_lengths,
     exact,
-    gather_keys,
     nothing_seen,
     weigh,
     with_sinks,
@@ -127,23 +127,18 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class DealtAttention:
-    """One layer's cache and attention, of a dealt out group as this rank holds it. `rank`: of latents, how many values
-    of a row are summed."""
+    """One layer's cache, which is `stored` somehow, and attention, of a dealt out group as this rank holds it."""
 
     context: Context
     group: KVGroup
-    layer: int
+    stored: Stored
     scale: float
-    rank: int | None = None
 
     def write(self, pool: Tensor, batch: Batch, rows: Tensor) -> None:
         """Keep this rank's positions of the new `rows` [T, planes, dim]. Mutates `pool`."""
         name, rows = self.group.name, everyones(batch, rows)
         own = batch.once(("own rows", name), lambda: self.context.dealing.own_rows(kept_slots(batch, name)))
-        _, layers, planes, _, tokens, dim = pool.shape
-        first = (own.slots // tokens * layers + self.layer) * planes
-        at = (first[:, None] + torch.arange(planes, device=pool.device)) * tokens + own.slots[:, None] % tokens
-        pool.view(-1, dim).index_copy_(0, at.flatten(), rows.index_select(0, own.rows).view(-1, dim))
+        self.stored.write(pool, own.slots, rows.index_select(0, own.rows))
 
     def attend(self, q: Tensor, rows: Tensor, pool: Tensor, batch: Batch, sinks: Tensor | None = None) -> Tensor:
         """Causal attention of this rank's heads `q` [T, heads, dim] (of all ranks' heads, if they are replicated): [T,
@@ -151,7 +146,7 @@ class DealtAttention:
         q = q * self.scale
         own = q[:, self._mine(q.shape[1])] if self.context.replicated else q
         plan = batch.once(("dealt", self.group.name), lambda: self._plan(batch, own, pool))
-        value = self.rank or rows.shape[-1]
+        value, rows = self.stored.rank or rows.shape[-1], self.stored.as_kept(pool, rows)
         asked = self._ask(q, plan, pool, own.shape[1], value)
         found = nothing_seen(len(q), own.shape[1], value, q)
         out, lse = found.out, found.lse.values
@@ -175,12 +170,12 @@ class DealtAttention:
         parts: list[Partial] = []
         for decodes in plan.decodes:
             queries = everyone[decodes.first : decodes.first + len(decodes.lengths)]
-            keys = gather_keys(pool, self.layer, decodes.blocks, self.rank)
+            keys = self.stored.gather(pool, decodes.blocks, q.dtype)
             parts.append(attend_lengths(queries, keys, decodes.lengths))
         for chunk in plan.chunks:
             if chunk.first is not None:
                 queries = everyone[chunk.first : chunk.first + chunk.span.query_len]
-                parts.append(attend_all(queries, self._own_keys(chunk, pool)))
+                parts.append(attend_all(queries, self._own_keys(chunk, pool, q.dtype)))
         out, lse = torch.cat([part.out for part in parts]), torch.cat([part.lse.to("e").values for part in parts])
         return self._merged(Partial(out, Lse(lse, "e")), q.dtype)
 
@@ -227,38 +222,35 @@ class DealtAttention:
 
     def _chunk(self, chunk: _Chunk, q: Tensor, rows: Tensor, pool: Tensor, asked: Partial) -> list[Partial]:
         """Parts of the attention of one sequence's new tokens, which are this rank's heads `q` of them."""
-        parts = [attend_causal(q, self._keys(rows))]
+        parts = [attend_causal(q, self.stored.keys(rows))]
         context = chunk.span.context_len
         if chunk.first is not None:
             at = slice(chunk.first, chunk.first + len(q))
             parts.append(Partial(asked.out[at], Lse(asked.lse.values[at], "e")))
         elif context:
             for start in range(0, context, CONTEXT_TOKENS):
-                parts.append(attend_all(q, self._everybodys(chunk, pool, start, min(start + CONTEXT_TOKENS, context))))
+                end = min(start + CONTEXT_TOKENS, context)
+                parts.append(attend_all(q, self._everybodys(chunk, pool, start, end, q.dtype)))
                 parts = [merge_parts(parts)]
         return parts
 
-    def _everybodys(self, chunk: _Chunk, pool: Tensor, start: int, end: int) -> Keys:
+    def _everybodys(self, chunk: _Chunk, pool: Tensor, start: int, end: int, dtype: torch.dtype) -> Keys:
         """The cached keys of positions [start, end), in order: those of all ranks, copied here."""
         blocks = chunk.blocks[start // BLOCK_TOKENS : -(-end // BLOCK_TOKENS)]
-        found = gather_keys(pool, self.layer, blocks[None], self.rank)
-        whole = found.k[0] if self.rank is not None else torch.stack((found.k[0], found.v[0]), dim=1)
+        found = self.stored.gather(pool, blocks[None], dtype)
+        whole = found.k[0] if self.stored.rank is not None else torch.stack((found.k[0], found.v[0]), dim=1)
         own = whole.reshape(len(whole), -1, pool.shape[-1]).contiguous()
         self._count("context", own)
         everyone = self.context.all_gather(own).flatten(0, 1)
         order = self.context.dealing.in_order(end - start, len(own), own.device)
-        return self._keys(everyone.index_select(0, order))
+        return self.stored.keys(everyone.index_select(0, order))
 
-    def _own_keys(self, chunk: _Chunk, pool: Tensor) -> Keys:
+    def _own_keys(self, chunk: _Chunk, pool: Tensor, dtype: torch.dtype) -> Keys:
         """This rank's own cached keys of a sequence."""
         dealing, context = self.context.dealing, chunk.span.context_len
-        found = gather_keys(pool, self.layer, chunk.blocks[None, : dealing.local_blocks(context)], self.rank)
+        found = self.stored.gather(pool, chunk.blocks[None, : dealing.local_blocks(context)], dtype)
         length = dealing.local_length(context)
         return Keys(found.k[0, :length], found.v[0, :length])
-
-    def _keys(self, rows: Tensor) -> Keys:
-        """From rows [n, planes, dim]."""
-        return Keys(rows[:, 0], rows[:, 1] if self.rank is None else rows[:, 0, : self.rank])
 
     # --- what a batch needs, the same in every layer -----------------------------------------------------
 
@@ -269,7 +261,7 @@ class DealtAttention:
         singles.sort(key=lambda index: batch.spans[index].total_len, reverse=True)
         asked = [batch.spans[index].query_start for index in singles]
         decodes = tuple(self._decodes(batch, tables, singles, pool))
-        exchange, row = self.exchange(q), self.group.planes * pool.shape[-1] * pool.element_size()
+        exchange, row = self.exchange(q), self.group.planes * pool.shape[-1] * q.element_size()
         chunks = []
         for index, span in enumerate(batch.spans):
             if span.query_len == 1:
@@ -288,7 +280,7 @@ class DealtAttention:
         """What is sent for one of the queries `q` [T, heads, dim] of this rank's own heads."""
         context = self.context
         return Exchange(
-            context.dealing.size, q.shape[1], q.shape[2], self.rank or q.shape[2], q.element_size(),
+            context.dealing.size, q.shape[1], q.shape[2], self.stored.rank or q.shape[2], q.element_size(),
             exact(q.dtype).itemsize, context.backend, context.replicated,
         )  # fmt: skip
 

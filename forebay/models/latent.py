@@ -16,6 +16,7 @@ from torch import Tensor
 from forebay.kernels.batch import Batch
 from forebay.kernels.dispatch import dispatch
 from forebay.kernels.mla import latent_attention, write_latents
+from forebay.kernels.partial import Stored
 from forebay.models.base import KVGroup
 from forebay.models.context import DealtAttention, context_of, query_heads
 from forebay.models.kv_scales import read_latent_scale
@@ -68,10 +69,10 @@ class LatentAttention:
         self._shape, self._group, self._layer_in_group = shape, group, group.layers.index(index)
         context = context_of(group, weights.ranks)
         asking = query_heads(heads, context)
-        self._dealt = None if context is None else DealtAttention(
-            context, held_group(group, weights.ranks), self._layer_in_group, shape.scale, shape.rank
-        )  # fmt: skip
         self._kv_scales = read_latent_scale(weights, at)
+        stored = Stored(self._layer_in_group, shape.rank, self._kv_scales)
+        held = held_group(group, weights.ranks)
+        self._dealt = None if context is None else DealtAttention(context, held, stored, shape.scale)
         self._query = _Query(shape, at, weights, asking)
         self._down = weights.linear(f"{at}kv_a_proj_with_mqa", shape.width, shape.hidden, bias=shape.bias)
         self._norm = RMSNorm(weights.exact(f"{at}kv_a_layernorm.weight", shape.rank), NORM_EPS)

@@ -21,6 +21,7 @@ from forebay.kernels.cache import slot_rows, write_rows
 from forebay.kernels.dispatch import dispatch
 from forebay.kernels.experts import Activation, activate
 from forebay.kernels.narrow import KvScales
+from forebay.kernels.partial import Stored
 from forebay.kernels.rotary import HeadNorms
 from forebay.models.base import CausalLM, KVGroup, ModelInfo
 from forebay.models.context import Context, DealtAttention
@@ -217,7 +218,8 @@ class Attention:
         self._qkv, self._out = qkv, out
         self._heads, self._group = heads, group
         self._layer_in_group = group.layers.index(layer)
-        self._dealt = None if context is None else DealtAttention(context, group, self._layer_in_group, scale)
+        stored = Stored(self._layer_in_group, scales=kv_scales)
+        self._dealt = None if context is None else DealtAttention(context, group, stored, scale)
         self._rope, self._scale, self._qk_norm, self._sinks = rope, scale, qk_norm, sinks
         self._kv_scales = kv_scales
 

@@ -12,10 +12,10 @@ from forebay.kernels.dealing import Dealing
 from forebay.kernels.lse import Base, Lse, Partial, merge_parts
 from forebay.kernels.partial import (
     Keys,
+    Stored,
     attend_all,
     attend_causal,
     attend_lengths,
-    gather_keys,
     nothing_seen,
     weigh,
     with_sinks,
@@ -121,7 +121,7 @@ def test_chosen_positions_are_read_by_their_owners(size: int, latent: bool) -> N
                 pool[slot // dealing.block_tokens, 1, :, 0, slot % dealing.block_tokens] = rows[position]
         local, counts = dealing.selected(chosen)
         # nan in what is nobody's, hence in the padding of the last block: it isn't chosen.
-        keys = gather_keys(pool, 1, table[None], 5 if latent else None)
+        keys = Stored(1, 5 if latent else None).gather(pool, table[None], pool.dtype)
         picked = local.clamp(min=0)
         own = Keys(keys.k[0][picked].nan_to_num(), keys.v[0][picked].nan_to_num())
         parts.append(attend_lengths(q, own, counts))

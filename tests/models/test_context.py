@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forebay.kernels.dealing import Dealing
@@ -99,13 +100,13 @@ class Computed:
     sent: list[list[Traffic]]
 
 
-def compute(path: Path, way: Way | None, steps: Pieces, dtype: torch.dtype = torch.float64) -> Computed:
-    """Feed sequences in steps; `way` None: to one rank."""
+def compute(path: Path, way: Way | None, steps: Pieces, *, kv_dtype: torch.dtype | None = None) -> Computed:
+    """Feed sequences in steps, in fp64; `way` None: to one rank."""
     ranks = [Alone()] if way is None else ranks_of(way)
 
     def run(rank: Alone | SharingRank) -> tuple[list[Tensor], Runner, list[Traffic]]:
         torch.set_num_threads(1)
-        runner = Runner(load_model(path, dtype=dtype, device=CPU, ranks=rank))
+        runner = Runner(load_model(path, dtype=torch.float64, device=CPU, ranks=rank, kv_dtype=kv_dtype))
         logits, sent = [], []
         for step in steps:
             logits.append(runner.step(dict(step)))
@@ -182,6 +183,39 @@ def test_ranks_that_share_positions_compute_what_one_computes(case: str, tmp_pat
     for expected, found in zip(alone.logits, shared.logits, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
     check_pools(alone.runners[0], shared.runners, way)
+
+
+NARROW: dict[str, tuple[Maker, Way]] = {
+    "llama": (LLAMA1, Way(2, 2, 2)),
+    "llama-keys-sent": (LLAMA1, Way(2, 2, prefill="context")),
+    "deepseek_v3": (V3, Way(2, 2, backend="a2a")),
+}
+
+
+@pytest.mark.parametrize("case", NARROW)
+def test_kv_in_fp8_is_shared_out_as_well(case: str, tmp_path: Path) -> None:
+    """With scales that a checkpoint has: what new tokens see of one another is what is kept of them, too."""
+    make, way = NARROW[case]
+    path, steps = make(tmp_path), mixed_steps()
+    write_kv_scales(path)
+    kept = torch.float8_e4m3fn
+    alone, shared = (compute(path, some, steps, kv_dtype=kept) for some in (None, way))
+    plain = compute(path, None, steps)
+    for expected, found, wide in zip(alone.logits, shared.logits, plain.logits, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+        assert not torch.allclose(wide, expected, rtol=0, atol=1e-6), "it makes a difference"
+    assert all(pool.dtype == kept for runner in shared.runners for pool in runner.pools.values())
+
+
+def write_kv_scales(path: Path) -> None:
+    """Other ones in each layer, for K and V; of latents it is one."""
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    layers = 1 + max(int(name.split(".")[2]) for name in tensors if name.startswith("model.layers."))
+    for layer in range(layers):
+        at = f"model.layers.{layer}.self_attn."
+        tensors |= {f"{at}k_scale": torch.tensor(0.02 + 0.01 * layer), f"{at}v_scale": torch.tensor(0.05)}
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def check_pools(whole: Runner, parts: list[Runner], way: Way) -> None:
