@@ -209,6 +209,11 @@ def test_no_unfinished_work_is_marked() -> None:
     assert not wrong, wrong
 
 
+def test_the_files_that_begin_first_are_there() -> None:
+    named = (ROOT / "tests" / "long_files.txt").read_text(encoding="utf-8").splitlines()
+    assert [name for name in named if not (ROOT / name).is_file()] == [] and len(set(named)) == len(named)
+
+
 @pytest.mark.parametrize("package", FORBIDDEN)
 def test_import_arrows_point_one_way(package: str) -> None:
     prefix = package + "."
