@@ -6,9 +6,7 @@ bytes above zero, distinct process ids. A silent recompute fails.
 
 from __future__ import annotations
 
-import json
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from forebay.testing import web
-from forebay.testing.cluster import Cluster, wait_for
+from forebay.testing.cluster import Cluster
 from tests.checkpoints import tiny_qwen3
 from tests.e2e.expected import PrefixOracle
 from tests.e2e.prompts import sharing_prompts
 from tests.e2e.reference import greedy_reference
+from tests.e2e.streams import Stream
 from tests.e2e.windowed import tiny_windowed
 
 CHUNK, WINDOW, VOCAB, OUTPUT = 32, 40, 500, 6
@@ -113,19 +111,16 @@ def test_file_hit_after_everything_was_restarted(case: Case) -> None:
 
 def test_a_worker_killed_in_mid_stream_is_carried_over(case: Case) -> None:
     cluster = case.cluster
-    prompt, length = case.prompts[1][:70], 120
+    prompt, length = case.prompts[1][:70], 200
     (wanted,) = greedy_reference(cluster.model, [prompt], length)
     old = cluster.processes["worker1"].pid
-    seen: list[int] = []
-    reader = threading.Thread(target=stream_tokens, args=(cluster, "front1", prompt, length, seen))
-    reader.start()
-    wait_for("some tokens", lambda: len(seen) >= 10)
+    stream = Stream(cluster, "front1", prompt, length)
+    stream.reach(10)
     cluster.processes["worker1"].end(signal.SIGKILL)
-    at_kill = len(seen)
+    at_kill = len(stream.ids)
     cluster.start_worker("worker1")
-    reader.join(120)
+    assert stream.done() == wanted, "no token is missing, repeated or another"
     assert 10 <= at_kill < length, "the kill landed in mid-stream"
-    assert not reader.is_alive() and seen == wanted, "no token is missing, repeated or another"
     assert cluster.processes["worker1"].pid != old
     case.oracle.computed(prompt, wanted)
     cluster.settle("front1")
@@ -145,13 +140,3 @@ def test_after_the_store_was_killed(case: Case) -> None:
     figures = cluster.figures("front3")
     assert figure(figures, "cached.host") > 0 and cached > 0
     cluster.wait_healthy("front1", watch=[cluster.processes["worker1"]])
-
-
-def stream_tokens(cluster: Cluster, frontend: str, prompt: list[int], length: int, seen: list[int]) -> None:
-    """Read a stream to its end, noting every token id as it comes."""
-    body = cluster.body(prompt, length, stream=True)
-    with web.stream("POST", f"{cluster.url(frontend)}/v1/completions", json=body, timeout=300) as answer:
-        for line in answer.iter_lines():
-            if line.startswith("data: ") and line != "data: [DONE]":
-                for choice in json.loads(line[6:])["choices"]:
-                    seen.extend(choice.get("token_ids") or [])

