@@ -15,7 +15,7 @@ from forebay.scheduler.batch import BatchScheduler
 from forebay.scheduler.plan import Plan, Work
 from forebay.scheduler.request import Request, RequestState
 from forebay.scheduler.waiting import QueueFull
-from forebay.workers.adjusting import Logits
+from forebay.workers.choosing import Row
 from forebay.workers.counters import Counters
 from forebay.workers.generation import Bounds, Generation, RequestKey, begin
 from forebay.workers.guiding import Compiled, Compiler
@@ -330,7 +330,7 @@ class Engine:
         prefilled = sum(work.count for work in works) - decoded
         with trace.span("step", decoded=decoded, prefilled=prefilled, requests=len(works)):
             with trace.span("forward"):
-                rows = self._parts.stepper.forward(works)
+                rows = self._parts.stepper.forward(works, [self._generations[work.request.key] for work in works])
             with trace.span("sample"):
                 ended = self._choose(plan, iter(rows))
             self.unsealed = True
@@ -351,7 +351,7 @@ class Engine:
         counters.add("tokens.decoded", decoded)
         counters.add("tokens.prefilled", prefilled)
 
-    def _choose(self, plan: Plan, rows: Iterator[Logits]) -> list[Generation]:
+    def _choose(self, plan: Plan, rows: Iterator[Row]) -> list[Generation]:
         """Append one token to each sequence that is due; returns those that end with it."""
         ended: list[Generation] = []
         for work in plan.works:

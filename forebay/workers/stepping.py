@@ -10,12 +10,12 @@ from torch import Tensor
 
 from forebay.models.base import CausalLM
 from forebay.scheduler.plan import Work
-from forebay.workers.adjusting import Logits
 from forebay.workers.batching import build_batch
+from forebay.workers.choosing import Row, choose_rows
 from forebay.workers.generation import Generation
 from forebay.workers.holdings import Holdings
 from forebay.workers.outbox import Outbox
-from forebay.workers.sampling import NoToken, sample, score
+from forebay.workers.sampling import NoToken, Sampled, sample, score
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +27,19 @@ class Stepper:
     holdings: Holdings
     outbox: Outbox
 
-    def forward(self, works: Sequence[Work]) -> Logits:
-        """Compute `works`; a row of logits for each position that is scored or sampled, in order."""
+    def forward(self, works: Sequence[Work], generations: Sequence[Generation]) -> list[Row]:
+        """Compute `works`, which are those of `generations`; a row for each position that is scored or sampled, in
+        order."""
         batch = build_batch(works, self.holdings, self.model.device)
         with torch.inference_mode():
             logits = self.model.forward(batch, self.pools)
             # On an accelerator this is where the step is waited for; its blocks are complete after it.
-            rows: Logits = logits.cpu().numpy()
+            rows = choose_rows(logits, works, generations)
         if self.model.device.type == "cuda" and not len(rows):
             torch.cuda.synchronize(self.model.device)
         return rows
 
-    def choose(self, work: Work, generation: Generation, rows: Iterator[Logits]) -> bool:
+    def choose(self, work: Work, generation: Generation, rows: Iterator[Row]) -> bool:
         """Account for one work: score its part of a prompt, and append a token if one is due (then True).
         True also for one that can't go on: it is `broken`."""
         request, due, scored = work.request, work.samples, work.scored
@@ -52,7 +53,10 @@ class Stepper:
                 self._score(generation, scored, told)
             if last is None:
                 return False
-            chosen = sample(last, generation.ask.sampling, len(request.tokens), generation.adjustment)
+            if isinstance(last, int):
+                chosen = Sampled(last)
+            else:
+                chosen = sample(last, generation.ask.sampling, len(request.tokens), generation.adjustment)
         except NoToken as error:
             generation.broken = str(error)
             return True
@@ -63,8 +67,12 @@ class Stepper:
         self.outbox.token(generation.key, generation.emitted - 1, chosen)
         return True
 
-    def _score(self, generation: Generation, scored: range, rows: Sequence[Logits]) -> None:
+    def _score(self, generation: Generation, scored: range, rows: Sequence[Row]) -> None:
         count = generation.ask.sampling.prompt_logprobs or 0
         tokens = generation.request.tokens
-        scores = [score(row, tokens[position + 1], count) for row, position in zip(rows, scored, strict=True)]
+        scores = [
+            score(row, tokens[position + 1], count)
+            for row, position in zip(rows, scored, strict=True)
+            if not isinstance(row, int)  # none of a prompt's is
+        ]
         self.outbox.scores(generation.key, scored.start + 1, scores)

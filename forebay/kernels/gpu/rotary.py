@@ -14,9 +14,15 @@ PAGE = tl.constexpr(16)
 
 
 @triton.jit
-def shrink(x, scale, MOST: tl.constexpr):
-    """fp32: x / scale, cut to MOST."""
-    return tl.minimum(tl.maximum(x.to(tl.float32) / scale, -MOST), MOST)
+def kept(values, scale, x, pool, MOST: tl.constexpr):
+    """fp32 `values` as the pool keeps them, once they are rounded as those of `x` are: in FP8 divided by `scale` and
+    cut to MOST."""
+    rounded = values.to(x.dtype.element_ty)
+    if MOST > 0:
+        cut = tl.minimum(tl.maximum(rounded.to(tl.float32) / scale, -MOST), MOST)
+        return cut.to(pool.dtype.element_ty)
+    else:
+        return rounded.to(pool.dtype.element_ty)
 
 
 @triton.jit
@@ -61,17 +67,13 @@ def turn_kernel(
         if slot >= 0:
             vector = head - HEADS  # K heads, then V heads, as in a block
             target = pool + slot // PAGE * block_row + layer_at + (vector * PAGE + slot % PAGE) * DIM
-            left, right = left.to(x.dtype.element_ty), right.to(x.dtype.element_ty)
-            still = still.to(x.dtype.element_ty)
-            if MOST > 0:
-                scale = 1.0
-                if SCALED:
-                    kv_head = vector % KV_HEADS
-                    scale = tl.load(k_scale + kv_head) if vector < KV_HEADS else tl.load(v_scale + kv_head)
-                left, right, still = shrink(left, scale, MOST), shrink(right, scale, MOST), shrink(still, scale, MOST)
-            tl.store(target + at_left, left.to(pool.dtype.element_ty), mask=turning)
-            tl.store(target + at_right, right.to(pool.dtype.element_ty), mask=turning)
-            tl.store(target + rest, still.to(pool.dtype.element_ty), mask=resting)
+            scale = 1.0
+            if SCALED:
+                scales = k_scale if vector < KV_HEADS else v_scale
+                scale = tl.load(scales + vector % KV_HEADS)
+            tl.store(target + at_left, kept(left, scale, x, pool, MOST), mask=turning)
+            tl.store(target + at_right, kept(right, scale, x, pool, MOST), mask=turning)
+            tl.store(target + rest, kept(still, scale, x, pool, MOST), mask=resting)
 
 
 def rotate_(x: Tensor, turn: Turn) -> None:
