@@ -39,6 +39,7 @@ SETTINGS = (
     Setting("host", text, "127.0.0.1", "loopback address to serve on"),
     Setting("port", port, 8080, "port to serve on"),
     Setting("per_worker", at_least(1), 256, "requests under way at one worker; with so many at all of them: 429"),
+    Setting("split_at", at_least(1), 512, "tokens of a prompt that must be uncached for `prefill` workers to get it"),
     Setting("attempts", at_least(1), 3, "workers that a request is offered to before it is answered with an error"),
     Setting("health", duration, 0.5, "how often workers are asked for their health", shown="500ms"),
     Setting("connect", duration, 2.0, "how long a connection may take", shown="2s"),

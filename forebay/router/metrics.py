@@ -28,6 +28,10 @@ class RouterMetrics:
         self.decisions = Counter("forebay_router_decisions", "by reason", ["worker", "reason"], registry=registry)
         self.rejected = Counter("forebay_router_rejected", "told to come back", ["why"], registry=registry)
         self.failures = Counter("forebay_router_failures", "attempts", ["worker", "when"], registry=registry)
+        self.split = Counter(
+            "forebay_router_split", "long prompts, by whether another worker computed them", ["outcome"],
+            registry=registry,
+        )  # fmt: skip
         self.resumed = Counter("forebay_router_resumed", "streams that went on elsewhere", registry=registry)
         self.ttft = Histogram(
             "forebay_router_time_to_first_token_seconds", "from arrival", buckets=TTFT_BUCKETS, registry=registry
@@ -90,6 +94,7 @@ class _Live(Collector):
             name: GaugeMetricFamily(f"forebay_router_worker_{name}", told, labels=["worker"])
             for name, told in {
                 "up": "is it", "draining": "is it", "breaker": "0 closed, 1 half open, 2 open", "load": "in flight",
+                "prefilling": "prompts that it computes for others",
                 "prefill_seconds_per_token": "as measured",
             }.items()
         }  # fmt: skip
@@ -99,6 +104,7 @@ class _Live(Collector):
             gauges["draining"].add_metric(name, float(upstream.draining))
             gauges["breaker"].add_metric(name, float(upstream.breaker.state(time.monotonic()).value))
             gauges["load"].add_metric(name, float(self._routing.load.requests[number]))
+            gauges["prefilling"].add_metric(name, float(upstream.prefilling))
             gauges["prefill_seconds_per_token"].add_metric(name, float(self._routing.fleet.prefill_s[number]))
         yield from gauges.values()
 

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,7 @@ import numpy.typing as npt
 from forebay.router.breaker import Breaker
 from forebay.router.client import Answer, BackendFailed, ask
 from forebay.router.metrics import RouterMetrics
+from forebay.router.prefilling import Prefiller
 from forebay.router.prompts import Asked, Prompts, passed_on
 from forebay.router.settings import RouterConfig
 from forebay.router.streams import Patience, Relay, SseParser, StreamBroken, count_of
@@ -93,6 +94,7 @@ class Proxy:
     ) -> None:  # fmt: skip
         self.config, self.routing, self.upstreams = config, routing, upstreams
         self.prompts, self.metrics, self._rng = prompts, metrics, rng
+        self._prefiller = Prefiller(config, upstreams, metrics, self._noting)
         self._answers: list[dict[Answer, str | None]] = [{} for _ in upstreams.all]
 
     def is_down(self, number: int) -> None:
@@ -128,6 +130,7 @@ class Proxy:
 
     async def whole(self, call: Call) -> bytes:
         """The whole answer. Raises ApiError or Refused."""
+        await self._prefill(call)
         while True:
             with self._attempt(call) as sent:
                 try:
@@ -141,6 +144,7 @@ class Proxy:
 
     async def stream(self, call: Call) -> AsyncGenerator[bytes, None]:
         """The streamed answer. Raises ApiError or Refused before the first event; a later failure is an event."""
+        await self._prefill(call)
         relay = self._relay(call)
         patience, full = Patience(MID_STREAM_ATTEMPTS, self.config.answer_s), False
         while not relay.done:
@@ -166,6 +170,12 @@ class Proxy:
                 yield _error_event(error)
                 return
             self.metrics.resumed.inc(relay.begun and not relay.done)
+
+    async def _prefill(self, call: Call) -> None:
+        """Let another worker compute the prompt first, if that is worth it. Raises ApiError if there is no worker."""
+        if self._prefiller.may(call.body, call.asked.prompt):
+            decision = self.routing.decide(call.asked.prompt, time.monotonic(), self._open(call.model))
+            await self._prefiller.before(call.body, passed_on(call.headers), call.model, decision)
 
     # --- attempts ----------------------------------------------------------------------------------------
 
@@ -254,18 +264,12 @@ class Proxy:
     async def _answer(self, sent: Sent, call: Call, body: dict[str, Any]) -> AsyncIterator[Answer]:
         """The answer once its head is there, a good one. From the start it ends if its worker goes down. Raises
         BackendFailed or Refused."""
-        backend, mine = sent.upstream.backend, self._answers[sent.decision.worker]
+        backend = sent.upstream.backend
         extra = passed_on(call.headers) | {"content-type": "application/json"}
         address = self.metrics.source_address(sent.decision.source)
         if address is not None:
             extra["x-kv-cache-source-host-port"] = address
-        opened: list[Answer] = []
-
-        def note(answer: Answer) -> None:
-            opened.append(answer)
-            mine[answer] = call.model
-
-        try:
+        with self._noting(sent.decision.worker, call.model) as note:
             answer = await ask(
                 backend.host, backend.port, "POST", call.path, body=msgspec.json.encode(body), headers=extra,
                 connect_s=self.config.connect_s, silence_s=self.config.answer_s, opened=note,
@@ -274,6 +278,18 @@ class Proxy:
                 if answer.status != 200:
                     raise Refused(answer.status, await answer.whole(), answer.headers)
                 yield answer
+
+    @contextmanager
+    def _noting(self, number: int, model: str | None) -> Iterator[Callable[[Answer], None]]:
+        """Answers that are noted end when their worker goes down, unless it is the only one."""
+        mine, opened = self._answers[number], list[Answer]()
+
+        def note(answer: Answer) -> None:
+            opened.append(answer)
+            mine[answer] = model
+
+        try:
+            yield note
         finally:
             for answer in opened:
                 del mine[answer]

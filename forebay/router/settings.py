@@ -23,7 +23,8 @@ BACKENDS_MAX = 1024
 @dataclass(frozen=True)
 class Backend:
     """One worker's HTTP address. `events` and `replay` are the endpoints of its own KV events, `store` the name of the
-    store that it is attached to. `server` names the public key of who publishes, for streams with CURVE."""
+    store that it is attached to. `server` names the public key of who publishes, for streams with CURVE. A `prefill`
+    worker computes long prompts for the others, and else gets nothing as long as one of those is there."""
 
     name: str
     host: str
@@ -33,6 +34,7 @@ class Backend:
     server: str | None = None
     store: str | None = None
     block_tokens: int = 16
+    prefill: bool = False
     rates: Rates = field(default_factory=Rates)
 
 
@@ -49,7 +51,8 @@ class StoreStream:
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """Settings of one router. Times in seconds. Requests under way are capped for each worker that is up.
+    """Settings of one router. Times in seconds. Requests under way are capped for each worker that is up. Of a prompt
+    that prefill workers compute, `split_at` tokens or more aren't cached.
 
     `event_keys` is a directory with the router's own CURVE keys and the public ones of who publishes; `worker_key` a
     file with the API key for the router's own questions to front ends that ask for one."""
@@ -60,6 +63,7 @@ class RouterConfig:
     host: str = "127.0.0.1"
     port: int = 8080
     per_worker: int = 256
+    split_at: int = 512
     attempts: int = 3
     health_s: float = 0.5
     connect_s: float = 2.0
@@ -99,7 +103,8 @@ def stores_of(table: Mapping[str, Any]) -> tuple[StoreStream, ...]:
 
 
 def _backend(name: str, given: object) -> Backend:
-    known = {"url", "events", "replay", "server", "store", "block_tokens"} | {field.name for field in fields(Rates)}
+    known = {"url", "events", "replay", "server", "store", "block_tokens", "prefill"}
+    known |= {field.name for field in fields(Rates)}
     options = _options(name, {"url": given} if isinstance(given, str) else given, known)
     address = urllib.parse.urlsplit(str(options.pop("url", "")))
     if address.scheme != "http" or not address.hostname or address.path not in ("", "/"):
@@ -114,6 +119,8 @@ def _backend(name: str, given: object) -> Backend:
     size = options.get("block_tokens", 16)
     if type(size) is not int or not 0 < size <= BLOCK_TOKENS_MAX:
         raise ValueError(f"worker {name!r}: block_tokens takes a number from 1 to {BLOCK_TOKENS_MAX}")
+    if type(options.get("prefill", False)) is not bool:
+        raise ValueError(f"worker {name!r}: prefill takes true or false")
     return Backend(name, address.hostname, address.port or 80, rates=Rates(**rates), **options)
 
 
@@ -169,6 +176,8 @@ def check(config: RouterConfig) -> None:
     for backend in config.backends:
         if backend.store is not None and backend.store not in known:
             raise ConfigError(f"worker {backend.name!r} is attached to store {backend.store!r}, which has no table")
+    if all(backend.prefill for backend in config.backends):
+        raise ConfigError("all workers are for prefill: somebody must decode")
     for name, server in servers_of(config).items():
         if server is not None and config.event_keys is None:
             raise ConfigError(f"{name!r} has server = {server!r}: its key is looked up in --event-keys DIR")

@@ -34,7 +34,7 @@ class _Unusable(BackendFailed):
 
 @dataclass(eq=False)
 class Upstream:
-    """One backend. `trouble` is why it isn't used."""
+    """One backend. `trouble` is why it isn't used, `prefilling` how many prompts it computes for others."""
 
     backend: Backend
     breaker: Breaker
@@ -44,6 +44,7 @@ class Upstream:
     models: dict[str, str | None] = field(default_factory=dict)
     max_context: int = 0
     trouble: str = ""
+    prefilling: int = 0
 
     def move(self, backend: Backend) -> None:
         """It is somewhere else now: nothing of before holds."""
@@ -67,15 +68,18 @@ class Upstreams:
         self.all = [Upstream(b, Breaker(config.breaker_failures, config.breaker_s)) for b in config.backends]
 
     def open(self, model: str | None, without: Sequence[int] = ()) -> npt.NDArray[np.bool_]:
-        """Which may get a new request for this model (None: any)."""
-        now = self._clock()
-        return np.array(
-            [
-                up.up and not up.draining and number not in without and up.breaker.allows(now)
-                and (model is None or model in up.models)
-                for number, up in enumerate(self.all)
-            ]
-        )  # fmt: skip
+        """Which may get a new request for this model (None: any): those that decode, if there are any."""
+        able = np.array([number not in without and self._able(up, model) for number, up in enumerate(self.all)])
+        decode = able & ~np.array([up.backend.prefill for up in self.all])
+        return decode if decode.any() else able
+
+    def prefills(self, model: str | None) -> list[int]:
+        """Which may compute a prompt for others."""
+        return [number for number, up in enumerate(self.all) if up.backend.prefill and self._able(up, model)]
+
+    def _able(self, up: Upstream, model: str | None) -> bool:
+        known = model is None or model in up.models
+        return up.up and not up.draining and up.breaker.allows(self._clock()) and known
 
     def models(self) -> dict[str, int]:
         """Models that somebody serves, with the shortest context of those that do."""

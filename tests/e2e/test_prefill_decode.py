@@ -10,12 +10,14 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from forebay.testing import web
-from forebay.testing.cluster import Cluster, free_port, wait_for
+from forebay.testing.cluster import Cluster, Process, free_port, wait_for
 from forebay.tiers.p2p.transfer_params import prefill_request
 from tests.e2e.failover import ONE_THREAD
 from tests.e2e.prompts import sharing_prompts
@@ -102,10 +104,10 @@ def fresh(seed: int, length: int) -> list[int]:
     return [rng.randrange(16, VOCAB) for _ in range(length)]
 
 
-def right(host: Cluster, prompt: list[int], length: int = OUTPUT) -> list[int]:
+def right(host: Cluster, prompt: list[int], length: int = OUTPUT, front: str = "front") -> list[int]:
     """Ask for the answer, which must be transformers'."""
     (wanted,) = greedy_reference(host.model, [prompt], length)
-    got = host.complete("front", prompt, length).token_ids
+    got = host.complete(front, prompt, length).token_ids
     assert got == wanted
     return got
 
@@ -131,6 +133,40 @@ def test_the_next_turn_is_prefilled_on_what_was_decoded_here(hosts: tuple[Cluste
     # All that was known: prompt and answer, but for what the open unit holds and the last token, that nobody computed.
     assert there.grown("worker_tokens_prefilled") == len(turn) - (len(first) + length - 1) // UNIT * UNIT
     assert prefill.store_values().get("tier.p2p.promoted_bytes", 0) > pulled, "it came from this host's store"
+
+
+def test_a_router_has_a_long_prompt_computed_by_one_host_and_decoded_by_the_other(
+    hosts: tuple[Cluster, Cluster], tmp_path: Path
+) -> None:
+    prefill, decode = hosts
+    urls = prefill.url("front"), decode.url("front")
+    (tmp_path / "router.toml").write_text(
+        f'[workers.p]\nurl = "{urls[0]}"\nprefill = true\n[workers.d]\nurl = "{urls[1]}"\n'
+    )
+    decode.ports["router"] = free_port()
+    arguments = ["router", "--config", f"{tmp_path}/router.toml", "--port", str(decode.ports["router"]),
+                 "--split-at", str(SPLIT_AT)]  # fmt: skip
+    router = Process("router", arguments, tmp_path / "router.log").start()
+    try:
+        for worker in ("p", "d"):
+            up = f'forebay_router_worker_up{{worker="{worker}"}}'
+            wait_for("the router to see both", lambda up=up: answering(decode) and decode.figures("router")[up] == 1)
+        prompt, there, here = fresh(21, 150), Watch(prefill), Watch(decode)
+        right(decode, prompt, front="router")
+        assert there.grown("worker_tokens_prefilled") == len(prompt)
+        assert here.grown("worker_tokens_prefilled") <= UNIT and here.grown("split_remote") == 0
+        right(decode, fresh(22, SPLIT_AT - 1), front="router")
+        assert there.grown("worker_tokens_prefilled") == len(prompt), "a short one stays where it is decoded"
+        assert decode.figures("router")['forebay_router_split_total{outcome="prefilled"}'] == 1
+    finally:
+        router.end()
+
+
+def answering(decode: Cluster) -> bool:
+    try:
+        return web.get(f"{decode.url('router')}/health", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def test_a_prefill_host_whose_worker_stops_in_the_middle_is_done_without(hosts: tuple[Cluster, Cluster]) -> None:
