@@ -38,7 +38,9 @@ class Router:
             "--host", "127.0.0.1", "--port", self.url.rpartition(":")[2], "--policy", self.policy,
             "--prometheus-port", str(free_port()), "--prometheus-host", "127.0.0.1", "--log-level", "debug",
             "--worker-startup-check-interval", "1", "--health-check-interval-secs", "1",
-            "--health-failure-threshold", "1", "--health-success-threshold", "1", "--retry-initial-backoff-ms", "10",
+            "--health-failure-threshold", "1", "--health-success-threshold", "1",
+            # A cache-aware policy tries the dead host again until a health check has failed: for longer than a second.
+            "--retry-initial-backoff-ms", "10", "--retry-max-retries", "15",
             "--worker-urls", *(cluster.url(frontend) for frontend in FRONTENDS),
         ]  # fmt: skip
         if self.policy == "kv_aware":
