@@ -60,7 +60,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     FAMILIES[request.param](model)
     prompts = sharing_prompts(VOCAB, CHUNK, WINDOW, 50, seed=7, longest=200)
     answers = greedy_reference(model, prompts, OUTPUT)
-    cluster = Cluster(folder, model, chunk_tokens=CHUNK, threads=1)
+    cluster = Cluster(folder, model, chunk_tokens=CHUNK, threads=1, lookup_deadline="60s")
     cluster.start_store()
     cluster.start_pair("worker1", "front1")
     yield Case(cluster, prompts, answers, PrefixOracle())

@@ -95,7 +95,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     from forebay.models.demo import demo_path
 
     folder = tmp_path_factory.mktemp("real")
-    cluster = Cluster(folder, Path(demo_path()), "float32", CHUNK, memory="2GiB", device_memory="1GiB")
+    cluster = Cluster(
+        folder, Path(demo_path()), "float32", CHUNK, memory="2GiB", device_memory="1GiB", lookup_deadline="60s"
+    )
     cluster.start_store()
     cluster.start_pair("worker1", "front1")
     yield Run(cluster, prompts())

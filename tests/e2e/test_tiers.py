@@ -29,7 +29,7 @@ FRONTS = ("front1", "front2")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("tiers")
     tiny_windowed(folder / "model")
-    made = Cluster(folder, folder / "model", chunk_tokens=CHUNK, threads=1)
+    made = Cluster(folder, folder / "model", chunk_tokens=CHUNK, threads=1, lookup_deadline="60s")
     yield made
     made.stop()
 
