@@ -47,7 +47,8 @@ test: $(VENV)/.made-test ## run the tests
 	@status=0; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not alone" \
 		|| status=$$?; \
-	$(BIN)/python -m pytest -q -m alone $$(grep -rl --include='test_*.py' 'mark\.alone' tests) || status=$$?; \
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m alone $$(grep -rl --include='test_*.py' 'mark\.alone' tests) \
+		|| status=$$?; \
 	exit $$status
 
 $(VLLM)/.made: tests/vllm/environment.py
