@@ -6,6 +6,7 @@ MODEL is a checkpoint, or a directory with nothing but its config.json. Sizes of
 example:
   forebay plan ./DeepSeek-V3 --gpu-memory 141GiB --tp 8 --dcp 8 --weights 680GiB --host-memory 1TiB
   forebay plan ./Llama-3-8B --gpu-memory 80GiB --context 131072 --plot capacity.png
+  forebay plan ./GLM-5 --gpu-memory 141GiB --tp 8 --weights 704GiB --host-memory 1TiB --hot-buffer-rows 4096
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from forebay.errors import ConfigError
 if TYPE_CHECKING:
     from forebay.models.base import ModelInfo
     from forebay.models.capacity import Budget, Fit, Ranks
+    from forebay.models.sparse_capacity import HotFit
 
 ITEM_BYTES = {"bfloat16": 2.0, "float16": 2.0, "float32": 4.0, "fp8": 1.0}
 
@@ -40,6 +43,10 @@ SETTINGS = (
     Setting("utilisation", share, 0.92, "share of a rank's memory that may be used", shown="92%"),
     Setting("host_memory", size, None, "of the store, to say how many requests it holds"),
     Setting("files", size, None, "of its file tier"),
+    Setting(
+        "hot_buffer_rows", at_least(0), None, "of sparse layers: say what hot buffers of so many rows let be under way",
+        shown="nothing said; 0: twice what a step reads",
+    ),
     Setting("plot", path, None, "draw requests over context lengths into this PNG (needs matplotlib)"),
     Setting("json", boolean, False, "one object a line instead of a table", shown="no", switch=True),
 )
@@ -67,6 +74,8 @@ def run(flags: dict[str, Any]) -> int:
     if longest > info.max_context:
         print(f"forebay: the model's own context ends at {info.max_context} tokens", file=sys.stderr)
     fits = [fit(info, ranks, item, budget, n, values["host_memory"], values["files"]) for n in contexts(longest)]
+    if values["hot_buffer_rows"] is not None:
+        return _show_hot(values, _hot_fits(values, info, item, budget, [one.context for one in fits]))
     if values["json"]:
         print("\n".join(json.dumps(_object(one)) for one in fits))
     else:
@@ -74,6 +83,28 @@ def run(flags: dict[str, Any]) -> int:
         print(_table(fits))
     if values["plot"] is not None:
         _plot(values["plot"], info, fits)
+    return 0
+
+
+def _hot_fits(
+    values: dict[str, Any], info: ModelInfo, item: float, budget: Budget, lengths: Sequence[int]
+) -> list[HotFit]:
+    from forebay.models.sparse_capacity import hot_fit, our_blocks
+
+    if values["host_memory"] is None:
+        raise ConfigError("with --hot-buffer-rows say --host-memory: rows that aren't on the device are there")
+    rows = values["hot_buffer_rows"] or 2 * (info.sparse.top_k if info.sparse is not None else 0)
+    blocks = our_blocks(info, item, rows)
+    return [hot_fit(blocks, length, budget.kv, values["host_memory"]) for length in lengths]
+
+
+def _show_hot(values: dict[str, Any], fits: Sequence[HotFit]) -> int:
+    if values["json"]:
+        print("\n".join(json.dumps(asdict(one)) for one in fits))
+        return 0
+    head = ["context", "all on the device", "hot: device limit", "hot: host limit", "requests"]
+    rows = [[f"{one.context:,}", *map(str, (one.full, one.device, one.host, one.requests))] for one in fits]
+    print(table(head, rows, right=range(len(head))))
     return 0
 
 

@@ -24,7 +24,7 @@ from forebay.cli import serve_ray, tenants, tiers
 from forebay.cli.frontend import TOOL_CALL_PARSER
 from forebay.cli.places import cache_dir, runtime_dir
 from forebay.cli.tables import bytes_text
-from forebay.cli.worker import INDEX_KEYS, KV_CACHE_DTYPE, PREFIXES, RANKS
+from forebay.cli.worker import HOT, INDEX_KEYS, KV_CACHE_DTYPE, PREFIXES, RANKS
 from forebay.config import Setting, add_settings, at_least, boolean, duration, one_of, path, port, resolve, size, text
 from forebay.errors import ConfigError
 from forebay.parent import PARENT_VARIABLE
@@ -55,6 +55,7 @@ SETTINGS = (
     Setting("chunk_tokens", at_least(16), None, "tokens of a sealed chunk", shown="256"),
     Setting("threads", at_least(0), None, "compute threads", shown="what torch chooses"),
     *RANKS,
+    *HOT,
     INDEX_KEYS,
     PREFIXES,
     Setting("label", text, None, "the model's name for clients", shown="last part of its path"),
@@ -161,10 +162,11 @@ def _config(values: dict[str, Any], model: Path) -> ServeConfig:
         name: values[name] for name in (
             "dtype", "kv_cache_dtype", "device", "device_memory", "chunk_tokens", "threads", "max_num_seqs",
             "max_num_batched_tokens", "max_model_len", "structured_outputs", "trace", "index_cache_dtype", "prefixes",
-            *(setting.name for setting in RANKS if setting.name != "distributed_timeout"),
+            *(setting.name for setting in (*RANKS, *HOT) if setting.parse is not duration),
         )
     }  # fmt: skip
-    worker["distributed_timeout"] = f"{values['distributed_timeout']}s"
+    for name in ("distributed_timeout", "hot_buffer_deadline"):
+        worker[name] = f"{values[name]}s"
     frontend = {name: values[name] for name in ("api_keys", "max_queue", "tool_call_parser")}
     frontend["shutdown_timeout"] = f"{values['shutdown_timeout']}s"
     frontend["kv_address"] = _kv_address(values)

@@ -47,6 +47,24 @@ KV_CACHE_DTYPE = Setting(
     "of KV, if not of arithmetic: the device's FP8, or that of older AMD devices",
 )
 
+HOT = (
+    Setting(
+        "hot_buffers", boolean, False, "let requests of sparse models read rows in the store's pool (docs/sparse.md)",
+        shown="no", switch=True,
+    ),
+    Setting(
+        "hot_buffer_rows", at_least(0), 0, "rows that such a request keeps on the device, in each layer",
+        shown="twice what a step reads",
+    ),
+    Setting(
+        "hot_buffer_pool_tokens", at_least(16), None, "tokens whose rows the device holds",
+        shown="what device_memory leaves beside index keys",
+    ),
+    Setting("hot_buffer_host_tokens", at_least(16), 1 << 24, "tokens whose rows are read in the pool at a time"),
+    Setting("hot_buffer_deadline", duration, 10.0, "how long a request may lack rows or room there", shown="10s"),
+)
+"""`forebay serve` passes them on."""
+
 INDEX_KEYS = Setting(
     "index_cache_dtype", one_of("model", "fp8"), "model",
     "of sparse layers' index keys: what the model computes in, or FP8 with a scale each; a namespace of its own",
@@ -90,6 +108,7 @@ SETTINGS = (
     Setting("event_keys", path, None, "directory of CURVE keys, for --events off loopback"),
     Setting("threads", at_least(0), 0, "compute threads; 0 leaves it to torch"),
     *RANKS,
+    *HOT,
     Setting("label", text, "", "the model's name for people and topics", shown="last part of its path"),
 )
 
@@ -119,6 +138,7 @@ def run(flags: dict[str, Any]) -> int:
     values["push_queue_bytes"] = values.pop("push_queue")
     values["distributed_timeout_s"] = values.pop("distributed_timeout")
     values["drain_s"] = values.pop("drain")
+    values["hot_buffer_deadline_s"] = values.pop("hot_buffer_deadline")
     values["events_replay"] = values.pop("replay")
     run_worker(WorkerConfig(**values))
     return 0

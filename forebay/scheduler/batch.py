@@ -142,6 +142,7 @@ class BatchScheduler:
         if request.state is not RequestState.RUNNING or plan.budget == 0:
             return
         count = min(request.remaining, plan.budget, self.limits.prefill_tokens or plan.budget)
+        count = min(count, request.step_tokens or count)
         if request.cut:
             count = self._memory.claim(request, count)
             if count == 0:
@@ -184,14 +185,29 @@ class BatchScheduler:
         last = candidates[-1] if candidates else None
         return None if last is request and len(settled) == 1 else last
 
+    def put_off(self, key: Hashable) -> Request | None:
+        """A running request can't go on as it is: it lets go of everything, and waits to be computed anew. None: nobody
+        runs with this key."""
+        held = next((r for r in (*self._running, *self._ready) if r.key == key), None)
+        if held is None or held.loading:
+            return None
+        if held in self._ready:
+            self._ready.remove(held)
+            self._run(held)
+        self._let_go(held)
+        return held
+
     def _preempt(self, victim: Request, plan: Plan) -> None:
+        self._let_go(victim)
+        plan.preempted.append(victim)
+
+    def _let_go(self, victim: Request) -> None:
         self._running.remove(victim)
         victim.state = RequestState.WAITING
         self._memory.release(victim)
         victim.computed = 0
         self._waiting.put_back(victim)
         self.preemptions += 1
-        plan.preempted.append(victim)
 
     def _admit(self, plan: Plan) -> None:
         while (request := self._waiting.head()) is not None and self.holding < self.limits.running:

@@ -27,7 +27,8 @@ class Request:
     cache: the logits of its every position are wanted, so every position is computed.
 
     While `loading`, somebody may still write into its blocks: they stay. One with a `cut` is computed from its front
-    while it is loaded from its back, and asks before each step how far it may go (`Memory.claim`).
+    while it is loaded from its back, and asks before each step how far it may go (`Memory.claim`). `step_tokens` is the
+    most that one step may feed of it (0: no limit of its own); its memory sets it.
     """
 
     key: Hashable
@@ -40,6 +41,7 @@ class Request:
     standing: float = 0.0
     order: int = -1
     computed: int = 0
+    step_tokens: int = 0
     state: RequestState = field(default=RequestState.WAITING)
 
     def __post_init__(self) -> None:

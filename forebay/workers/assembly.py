@@ -24,13 +24,14 @@ from forebay.workers.engine import Engine, EngineParts
 from forebay.workers.generation import Bounds
 from forebay.workers.guiding import Compiler, Guides
 from forebay.workers.holdings import Holdings, PoolListener
+from forebay.workers.hot.holdings import HotHoldings
+from forebay.workers.hot.making import make_holdings
 from forebay.workers.inbox import Inbox
 from forebay.workers.messages import Message
 from forebay.workers.outbox import Batch, Outbox
 from forebay.workers.prefix import GroupShape
 from forebay.workers.pulse import Pulse
 from forebay.workers.sealing import DeviceMemory
-from forebay.workers.sizing import divide
 from forebay.workers.stepping import Stepper
 from forebay.workers.tracing import NO_TRACE, Trace
 from forebay.workers.transfer import Transfer, TransferConfig
@@ -110,6 +111,8 @@ class Assembled:
                 "trace.dropped": self.trace.dropped,
             }
         )
+        if isinstance(self.holdings, HotHoldings):
+            values.update(self.holdings.book.gauges())
         for shape, pool in zip(self.holdings.shapes, self.holdings.pools, strict=True):
             values.update(_pool_gauges(shape.geometry.name, pool))
         if self.transfer is not None:
@@ -147,9 +150,8 @@ def assemble(
     shapes = [GroupShape(g, config.chunk_tokens, config.max_num_batched_tokens) for g in namespace.groups]
     # Memory is that of one rank, so what counts is what one has of a block.
     held = [group.granule_bytes(model.kv_dtype) for group in model.held_groups()]
-    blocks = divide(shapes, held, config.device_memory, config.max_tokens, model.info.max_context)
-    holdings = Holdings(shapes, blocks, listener)
-    by_group = {s.geometry.name: n for s, n in zip(shapes, blocks, strict=True)}
+    holdings = make_holdings(config, model.info, shapes, held, listener, lambda leases: _give_back(transfer, leases))
+    by_group = {s.geometry.name: p.blocks for s, p in zip(shapes, holdings.pools, strict=True)}
     pools = new_pools(model, by_group)
     if shared is not None:
         shared.make_pools(namespace, config.model_label, by_group)
@@ -164,7 +166,8 @@ def assemble(
     context = min(model.info.max_context, config.max_model_len or model.info.max_context)
     bounds = Bounds(model.info.vocab_size, context, holdings.capacity(), frozenset(model.info.eos_ids))
     counters, outbox = Counters(), Outbox(send)
-    stepper, pulse = Stepper(model, pools, holdings, outbox), Pulse()
+    hot = holdings if isinstance(holdings, HotHoldings) else None
+    stepper, pulse = Stepper(model, pools, holdings, outbox, hot), Pulse()
     engine = Engine(
         EngineParts(
             stepper=stepper,
@@ -185,6 +188,11 @@ def assemble(
     return Assembled(
         engine, inbox, namespace, bounds, holdings, scheduler, memory, counters, transfer, stepper, trace, pulse
     )
+
+
+def _give_back(transfer: Transfer | None, leases: Sequence[int]) -> None:
+    if transfer is not None:
+        transfer.release(leases)
 
 
 def _transfer(

@@ -9,15 +9,18 @@ import torch
 from numpy.typing import NDArray
 
 from forebay.kernels.batch import BLOCK_TOKENS, NO_BLOCK, Batch, GroupTables, SequenceSpan
+from forebay.kernels.chosen import RowResolver
 from forebay.scheduler.plan import Work
 from forebay.workers.holdings import Holdings
 
 Ints = NDArray[np.int64]
 
 
-def build_batch(works: Sequence[Work], holdings: Holdings, device: torch.device) -> Batch:
+def build_batch(
+    works: Sequence[Work], holdings: Holdings, device: torch.device, resolver: RowResolver | None = None
+) -> Batch:
     """The batch that carries out `works`, one span each, in their order; logits of those that are scored or sample,
-    in order of their rows."""
+    in order of their rows. `resolver` says where chosen rows are, if not all of them where the tables say."""
     assert works
     spans: list[SequenceSpan] = []
     row = 0
@@ -39,6 +42,7 @@ def build_batch(works: Sequence[Work], holdings: Holdings, device: torch.device)
         spans=tuple(spans),
         groups=groups,
         logits_rows=_tensor(np.array(wanted, dtype=np.int64), device),
+        resolver=resolver,
     )
 
 

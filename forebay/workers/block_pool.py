@@ -129,6 +129,10 @@ class GroupPool:
         """Whether nobody uses `block`, so that pinning it makes one less available."""
         return self._refs[block] == 0 and self._pins[block] == 0
 
+    def sole(self, block: int) -> bool:
+        """Whether its one user's drop would give `block` back at once."""
+        return self._refs[block] == 1 and self._pins[block] == 0
+
     def unpin(self, block: int) -> None:
         """That copy has ended."""
         assert self._pins[block] > 0, block

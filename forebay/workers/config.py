@@ -95,6 +95,17 @@ class WorkerConfig:
     """Interface that ranks may talk over, if not loopback. What they send is neither encrypted nor authenticated."""
     distributed_timeout_s: float = 60.0
     """How long ranks wait for one another. After that the worker ends, with all of them: one is stopped, or hangs."""
+    hot_buffers: bool = False
+    """Let requests of sparse models that don't fit on the device read their rows in the store's pool; see
+    docs/sparse.md."""
+    hot_buffer_rows: int = 0
+    """Rows that such a request keeps on the device, in every layer; 0: twice what a step reads."""
+    hot_buffer_pool_tokens: int | None = None
+    """Tokens whose rows the device holds, pages and hot buffers together, where index keys of more are there."""
+    hot_buffer_host_tokens: int = 1 << 24
+    """Tokens whose rows are read in the store's pool at a time, at most."""
+    hot_buffer_deadline_s: float = 10.0
+    """How long a request may lack what it reads there; then it alone is computed anew."""
     label: str = ""
     """The model's name for people, topics and the store's listings; by default the path's last part."""
     cache_dir: Path | None = None
@@ -129,8 +140,24 @@ class WorkerConfig:
         if self.device != "cpu" and not self.device.startswith("cuda"):
             raise ConfigError(f"device is {self.device!r}; use cpu, cuda or cuda:N")
         self._check_ranks()
+        self._check_hot()
         if self.events_replay is not None and self.events is None:
             raise ConfigError("events_replay needs events: there is nothing to replay without a publisher")
+
+    def _check_hot(self) -> None:
+        if not self.hot_buffers:
+            return
+        if self.store is None:
+            raise ConfigError("hot_buffers need a store: rows that aren't on the device are read in its pool")
+        if self.ranks > 1 or self.device != "cpu":
+            raise ConfigError(
+                "hot_buffers are for one rank on the CPU today: leave tensor_parallel_size at 1 and device at cpu"
+            )
+        if self.hot_buffer_rows < 0 or self.hot_buffer_host_tokens < MATCH_UNIT or self.hot_buffer_deadline_s <= 0:
+            raise ConfigError(
+                "hot_buffer_rows can't be negative, hot_buffer_host_tokens must be at least 16, and "
+                "hot_buffer_deadline more than 0"
+            )
 
     def _check_ranks(self) -> None:
         if not 1 <= self.tensor_parallel_size <= WRITERS_MAX:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forebay.kvstore.identity import root_key
@@ -15,7 +15,6 @@ from forebay.scheduler.batch import BatchScheduler
 from forebay.scheduler.plan import Plan, Work
 from forebay.scheduler.request import Request, RequestState
 from forebay.scheduler.waiting import QueueFull
-from forebay.workers.choosing import Row
 from forebay.workers.counters import Counters
 from forebay.workers.generation import Bounds, Generation, RequestKey, begin
 from forebay.workers.guiding import Compiled, Compiler
@@ -27,12 +26,15 @@ from forebay.workers.protocol import BUSY, FinishReason, Generate
 from forebay.workers.pulse import Pulse
 from forebay.workers.rates import PrefillRate
 from forebay.workers.sealing import DeviceMemory
-from forebay.workers.stepping import Stepper
+from forebay.workers.stepping import Stepped, Stepper
 from forebay.workers.tracing import NO_TRACE, Trace
 from forebay.workers.transfer import Transfer
 
 DRAINING_PATIENCE_S = 0.05
 """How long a request that lacks blocks waits for copies to the store; then the queued ones are dropped."""
+
+PUT_OFF_MAX = 3
+"""So often a request is computed anew because host memory lacks room for it; then it is given up."""
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +107,7 @@ class Engine:
 
     def _turn(self) -> tuple[bool, float | None]:
         """One plan, carried out. Returns whether to go on at once, else how long to wait for news."""
+        self._give_up(self._parts.memory.holdings.overdue())
         with self._parts.trace.span("schedule") as seen:
             plan = self._parts.scheduler.plan()
             seen["works"], seen["waiting"] = len(plan.works), self._parts.scheduler.waiting
@@ -162,9 +165,46 @@ class Engine:
                 self._parts.memory.pushed(message)
                 self._tell_settled(message.push.request)
             case StoreChanged():
-                self._parts.memory.holdings.ask_store = message.connected
+                self._store_changed(message.connected)
             case Stop():
                 self._stopping = True
+
+    def _store_changed(self, connected: bool) -> None:
+        holdings = self._parts.memory.holdings
+        holdings.ask_store = connected
+        if connected:
+            holdings.store_back()
+        else:
+            self._put_off(holdings.store_lost(), "the store went away with rows that it reads there")
+
+    def _put_off(self, keys: Sequence[Hashable], why: str) -> None:
+        """These can't go on with what they have: they are computed anew."""
+        for key in keys:
+            request = self._parts.scheduler.put_off(key)
+            if request is not None:
+                log.info("request %s is computed anew at %d tokens: %s", key, len(request.tokens), why)
+                self._parts.counters.add("hot.put_off")
+                self._parts.trace.phase(key, "waiting", preempted=True)
+
+    def _give_up(self, overdue: Sequence[Hashable]) -> None:
+        """Host memory hasn't taken their pages in time: they are computed anew, but not for ever."""
+        for key in overdue:
+            generation = self._generations.get(key)
+            if generation is None:  # it has ended, and waits for a load
+                continue
+            generation.put_off += 1
+            if generation.put_off < PUT_OFF_MAX:
+                self._put_off([key], "host memory didn't take its pages in time")
+                continue
+            del self._generations[key]
+            self._parts.scheduler.cancel(key)
+            self._forget(generation.request)
+            self._parts.counters.add("hot.given_up")
+            self._parts.trace.end(generation.key, "error")
+            self._parts.outbox.finished(
+                generation.key, "error", "the store's pool doesn't take the rows of this request: raise the store's "
+                "--memory, or the worker's --device-memory or --hot-buffer-host-tokens",
+            )  # fmt: skip
 
     def _submit(self, key: RequestKey, ask: Generate) -> None:
         outbox = self._parts.outbox
@@ -268,6 +308,8 @@ class Engine:
             self._parts.memory.holdings.settle(request, pulled)
             if request.computed > before:
                 self._generations[request.key].sources = pulled.sources
+        else:
+            self._parts.memory.holdings.refuse(pulled)
         if self._parts.scheduler.load_ended(pulled.request) is None:
             self._forget(request)
             self._tell_settled(pulled.request)
@@ -332,16 +374,18 @@ class Engine:
             with trace.span("forward"):
                 rows = self._parts.stepper.forward(works, [self._generations[work.request.key] for work in works])
             with trace.span("sample"):
-                ended = self._choose(plan, iter(rows))
+                ended = self._choose(plan, rows)
             self.unsealed = True
             self._parts.outbox.flush()
             with trace.span("push"):
                 for work in works:
-                    self._parts.memory.advance(work.request)
+                    if work.request.key not in rows.void:
+                        self._parts.memory.advance(work.request)
                 for generation in ended:
                     self._parts.scheduler.finish(generation.request)
                     self._forget(generation.request)
                     self._tell_settled(generation.key)
+        self._put_off(rows.void, "rows that it read in host memory had gone")
         self.unsealed = False
         self._step_began = None
         counters.add("steps")
@@ -351,11 +395,16 @@ class Engine:
         counters.add("tokens.decoded", decoded)
         counters.add("tokens.prefilled", prefilled)
 
-    def _choose(self, plan: Plan, rows: Iterator[Row]) -> list[Generation]:
+    def _choose(self, plan: Plan, stepped: Stepped) -> list[Generation]:
         """Append one token to each sequence that is due; returns those that end with it."""
         ended: list[Generation] = []
+        rows = iter(stepped.rows)
         for work in plan.works:
             generation = self._generations[work.request.key]
+            if work.request.key in stepped.void:
+                for _ in range(len(work.scored) + work.samples):
+                    next(rows)
+                continue
             if not self._parts.stepper.choose(work, generation, rows):
                 continue
             self._parts.trace.phase(generation.key, "decode")

@@ -45,7 +45,8 @@ class Bounds:
 @dataclass(slots=True, eq=False)
 class Generation:
     """A request under way. `sources` say where its cached prefix came from; `adjustment` is set if its parameters
-    adjust logits; `broken` says why it can't go on, in words for the client."""
+    adjust logits; `broken` says why it can't go on, in words for the client. `put_off` counts how often it was computed
+    anew because host memory lacked room."""
 
     key: RequestKey
     ask: Generate
@@ -56,6 +57,7 @@ class Generation:
     started: bool = False
     sources: dict[str, int] = field(default_factory=dict)
     broken: str = ""
+    put_off: int = 0
 
     @property
     def emitted(self) -> int:

@@ -16,7 +16,7 @@ from forebay.scheduler.memory import Admission, Growth
 from forebay.scheduler.request import Request
 from forebay.workers.block_pool import NO_BLOCK, GroupPool
 from forebay.workers.cut import ALONE, MET, Cut
-from forebay.workers.moves import DEVICE, GroupRoom, Pull, Pulled
+from forebay.workers.moves import DEVICE, GroupRoom, Pull, Pulled, Pushed
 from forebay.workers.prefix import DevicePrefix, GroupShape, device_prefix, units_of
 
 
@@ -37,7 +37,7 @@ class Holding:
     """Blocks and keys of one request. `stored` is how far its tokens are known to be with the store (or
     on their way); `spare` and `extra` exist while a load is under way, the latter until a `cut` is joined.
     `cached` says where what wasn't computed came from, `recomputed` how many stored tokens a cut computed.
-    `retain_s` is how long the store is to keep its chunks."""
+    `retain_s` is how long the store is to keep its chunks. `hot`: see `forebay.workers.hot.holdings`."""
 
     chain: Chain
     tenant: str
@@ -52,6 +52,7 @@ class Holding:
     recomputed: int = 0
     sealed_units: int = 0
     stored: int = 0
+    hot: bool = False
 
     @property
     def holds(self) -> bool:
@@ -410,6 +411,32 @@ class Holdings:
         holding.spare, holding.extra = [], []
         holding.cut, request.cut = None, False
         holding.sealed_units = 0
+
+    # --- what is read in host memory: see `forebay.workers.hot.holdings` --------------------------------
+
+    def admission(self, key: Hashable, group: int) -> int:
+        """A number for this stay of a request if its chunks of `group` are to stay in host memory, else 0."""
+        return 0
+
+    def pushed(self, done: Pushed) -> None:
+        """A chunk that was to stay in host memory is there, or isn't."""
+
+    def offer_again(self, key: Hashable) -> None:
+        """What host memory didn't take is to be offered to it once more."""
+
+    def refuse(self, pulled: Pulled) -> None:
+        """A load ended of which nothing is wanted any more."""
+
+    def overdue(self) -> list[Hashable]:
+        """Requests that have lacked something for too long."""
+        return []
+
+    def store_lost(self) -> list[Hashable]:
+        """The store has gone. Requests of which something is nowhere now."""
+        return []
+
+    def store_back(self) -> None:
+        """The store is there again."""
 
     # --- small steps -----------------------------------------------------------------------------------
 

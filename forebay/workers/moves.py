@@ -10,6 +10,7 @@ from forebay.kvstore.protocol import NewChunk
 
 if TYPE_CHECKING:
     from forebay.workers.cut import Cut
+    from forebay.workers.hot.mirror import HostChunk
 
 HOST, DEVICE = "host", "device"
 """Where KV may come from, beside tiers, which go by their names."""
@@ -32,7 +33,8 @@ class Pull:
     """Find the longest prefix in the store and copy what the device lacks of it.
 
     `tokens` (u32 LE) and `keys` (joined) cover the first `limit` tokens. Of no use unless more than
-    `device_hit` tokens come out of it. `tenant` is who asks, `retain_s` how long it wants what is found kept.
+    `device_hit` tokens come out of it. `tenant` is who asks, `retain_s` how long it wants what is found kept. What
+    `hosted` groups have isn't copied: it stays pinned, to be read in place.
     """
 
     request: Hashable
@@ -44,19 +46,21 @@ class Pull:
     rooms: tuple[GroupRoom, ...]
     tenant: str = ""
     retain_s: float = 0.0
+    hosted: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
     """A pull ended. `hit` tokens are on the device (0: nothing was gained), `placed[g]` says which spare
     block got which unit, and `sources` where the hit's tokens came from. `stored` is how far the store
-    itself reaches, None if it did not say."""
+    itself reaches, None if it did not say. `hosted` are chunks that stay in host memory."""
 
     request: Hashable
     hit: int
     placed: tuple[dict[int, int], ...]
     sources: dict[str, int] = field(default_factory=dict)
     stored: int | None = None
+    hosted: tuple[HostChunk, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,8 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """One chunk to store. `blocks` hold its units in order and stay pinned until it is answered."""
+    """One chunk to store. `blocks` hold its units in order and stay pinned until it is answered. With an `admission`
+    the chunk is wanted in host memory from then on: see `Holdings.admission`."""
 
     request: Hashable
     tenant: str
@@ -80,6 +85,7 @@ class Push:
     blocks: tuple[int, ...]
     bytes: int
     retain_s: float = 0.0
+    admission: int = 0
 
     @property
     def end(self) -> int:
@@ -89,10 +95,12 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """Its blocks are no longer read. `lost` says that the store went away before it had the chunk."""
+    """Its blocks are no longer read. `lost` says that the store went away before it had the chunk; `hosted` is that
+    chunk in host memory, if it was wanted there and is."""
 
     push: Push
     lost: bool = False
+    hosted: HostChunk | None = None
 
 
 @dataclass(frozen=True, slots=True)

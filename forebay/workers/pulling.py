@@ -24,6 +24,8 @@ from forebay.workers.config import Prefixes
 from forebay.workers.copying import Copier
 from forebay.workers.counters import Counters
 from forebay.workers.cutting import Cutter
+from forebay.workers.hot.keeping import host_chunk, verified
+from forebay.workers.hot.mirror import HostChunk
 from forebay.workers.moves import DEVICE, HOST, Opened, Pull, Pulled
 from forebay.workers.prefix import GroupShape, missing_runs
 from forebay.workers.rates import Rates
@@ -73,7 +75,7 @@ class Puller:
         try:
             if self._rules.prefixes == "compute":
                 return self._nothing(pull)
-            if self._rules.prefixes == "load" or self.cutter.busy:
+            if self._rules.prefixes == "load" or self.cutter.busy or pull.hosted:
                 return await self._pull_found(namespace_id, pull, self._rules.deadline_ms)
             return await self._pull_cut(namespace_id, pull)
         except TimeoutError:
@@ -120,10 +122,13 @@ class Puller:
             left_ms = max(0, int((end - loop.time()) * 1000))
             found = await self._lookup(namespace_id, pull, left_ms)
             self._retain(pull, found)
+            pulled = None
             try:
                 pulled = await self._copy_found(pull, found)
             finally:
-                if found.lease:  # soon, not now: the request that waits comes first
+                if found.lease and pulled is not None and pulled.hosted:
+                    self._keep_hosted(pull, found)
+                elif found.lease:  # soon, not now: the request that waits comes first
                     loop.call_soon(self.cutter.release, found.lease)
             if pulled is not None:
                 return pulled
@@ -159,10 +164,32 @@ class Puller:
             return self._nothing(pull, stored)
         if await self._reading.copy(copies):
             return None
+        hosted = await self._host(pull, found)
+        if hosted is None:
+            return None
         placed: tuple[dict[int, int], ...] = tuple({} for _ in self._shapes)
         for copy in copies:
             placed[copy.chunk.group].update(zip(copy.units, copy.blocks, strict=True))
-        return Pulled(pull.request, found.hit, placed, sources_of(pull, found.hit, copies), stored=found.hit)
+        inside = [c for c in found.chunks if c.group in pull.hosted]
+        copies += [Copy(c, 0, range(c.start // MATCH_UNIT, (c.start + c.tokens) // MATCH_UNIT), ()) for c in inside]
+        sources = sources_of(pull, found.hit, copies)
+        return Pulled(pull.request, found.hit, placed, sources, stored=found.hit, hosted=hosted)
+
+    async def _host(self, pull: Pull, found: Found) -> tuple[HostChunk, ...] | None:
+        """What is to be read in place, verified. None: something was damaged, ask again."""
+        chunks = [chunk for chunk in found.chunks if chunk.group in pull.hosted]
+        for chunk in chunks:
+            if not await verified(self._client, chunk, self._shapes[chunk.group].geometry.granule_bytes):
+                self._counters.add("loads.corrupt")
+                return None
+            self._counters.add(f"hosted.{chunk.promoted or HOST}.chunks")
+        return tuple(host_chunk(self._client, chunk, found.lease, len(chunks), found.hit) for chunk in chunks)
+
+    def _keep_hosted(self, pull: Pull, found: Found) -> None:
+        """What was copied is let go of; the rest stays promised."""
+        copied = [at for at, chunk in enumerate(found.chunks) if chunk.group not in pull.hosted]
+        for at in range(0, len(copied), BATCH_ITEMS_MAX):
+            self._client.release_chunks(found.lease, copied[at : at + BATCH_ITEMS_MAX])
 
 
 def plan_copies(shapes: Sequence[GroupShape], pull: Pull, found: Found) -> list[Copy] | None:
@@ -174,6 +201,8 @@ def plan_copies(shapes: Sequence[GroupShape], pull: Pull, found: Found) -> list[
     copies: list[Copy] = []
     last = found.hit // MATCH_UNIT
     for group, (shape, room) in enumerate(zip(shapes, pull.rooms, strict=True)):
+        if group in pull.hosted:
+            continue
         missing = missing_runs(room.have, shape.first_unit(found.hit), last)
         # The open chunk would like more than a query needs; only the latter is a must.
         needed = needed_from(shape.geometry, found.hit) // MATCH_UNIT

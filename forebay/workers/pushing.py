@@ -18,6 +18,8 @@ from forebay.kvstore.client import AsyncStoreClient
 from forebay.kvstore.protocol import Slot, Written
 from forebay.workers.copying import Copier
 from forebay.workers.counters import Counters
+from forebay.workers.hot.keeping import Stored, hold_stored
+from forebay.workers.hot.mirror import HostChunk
 from forebay.workers.moves import Push, Pushed
 from forebay.workers.tracing import NO_TRACE, Trace
 
@@ -118,10 +120,11 @@ class Pusher:
             self.running = 0
             return False
         lost = True
+        hosted: dict[int, HostChunk] = {}
         self.running = len(batch)
         began = self._trace.now()
         try:
-            await self._store(namespace_id, batch)
+            hosted = await self._store(namespace_id, batch)
             lost = False
         except RequestRefused as error:
             lost = False
@@ -131,15 +134,32 @@ class Pusher:
             self.running = 0
             self._trace.moved("push", began, chunks=len(batch), bytes=sum(push.bytes for push in batch), lost=lost)
             for push in batch:
-                self._done(Pushed(push, lost=lost))
+                self._done(Pushed(push, lost=lost, hosted=hosted.get(id(push))))
         return True
 
-    async def _store(self, namespace_id: bytes, batch: Sequence[Push]) -> None:
-        """Reserve, copy, commit. Ends only when none of it is read or written any more."""
+    async def _store(self, namespace_id: bytes, batch: Sequence[Push]) -> dict[int, HostChunk]:
+        """Reserve, copy, commit. Ends only when none of it is read or written any more. Returns those that were to stay
+        in host memory, by the identity of their push."""
         slots = await self._reserve(namespace_id, batch)
         written = await self._write(batch, slots)
         if written:
             await self._commit(written)
+        return await self._hold(batch, slots)
+
+    async def _hold(self, batch: Sequence[Push], slots: Sequence[Slot]) -> dict[int, HostChunk]:
+        """Pin what is to stay. It is there under its key, whoever has written it."""
+        kept = [(p, s) for p, s in zip(batch, slots, strict=True) if p.admission and s.status in ("reserved", "exists")]
+        if not kept:
+            return {}
+        stored = [
+            Stored(
+                push.chunk.group, push.chunk.key, push.chunk.parent, self._copiers[push.chunk.group].granule_bytes,
+                slot.status == "reserved",
+            )
+            for push, slot in kept
+        ]  # fmt: skip
+        held = await self._in_time(hold_stored(self._client, stored))
+        return {id(push): chunk for (push, _), chunk in zip(kept, held, strict=True) if chunk is not None}
 
     async def _reserve(self, namespace_id: bytes, batch: Sequence[Push], writers: int = 1) -> Sequence[Slot]:
         chunks = [push.chunk for push in batch]

@@ -39,7 +39,11 @@ class DeviceMemory:
 
     def grow(self, request: Request, upto: int) -> Growth:
         """See `Memory.grow`."""
-        return self.holdings.grow(request, upto)
+        growth = self.holdings.grow(request, upto)
+        if growth is Growth.DRAINING and not self.unanswered[request.key]:
+            self.holdings.offer_again(request.key)
+            self.store(request)
+        return growth
 
     def claim(self, request: Request, count: int) -> int:
         """See `Memory.claim`."""
@@ -76,6 +80,7 @@ class DeviceMemory:
         self.unanswered[done.push.request] -= 1
         if not self.unanswered[done.push.request]:
             del self.unanswered[done.push.request]
+        self.holdings.pushed(done)
         if done.lost:
             # What was lost with the store is offered again, parents first, once it is back.
             self.holdings.mark_lost(done.push.request, done.push.chunk.start)
@@ -92,7 +97,8 @@ class DeviceMemory:
             pool = self.holdings.pools[group]
             for block in blocks:
                 pool.pin(block)
-            push = Push(request.key, holding.tenant, chunk, blocks, size, holding.retain_s)
+            stays = self.holdings.admission(request.key, group) if stop - start == self._chunk_tokens else 0
+            push = Push(request.key, holding.tenant, chunk, blocks, size, holding.retain_s, stays)
             self.unanswered[request.key] += 1
             if not self._push(push):
                 self.pushed(Pushed(push))

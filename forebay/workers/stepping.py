@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,30 +14,42 @@ from forebay.workers.batching import build_batch
 from forebay.workers.choosing import Row, choose_rows
 from forebay.workers.generation import Generation
 from forebay.workers.holdings import Holdings
+from forebay.workers.hot.holdings import HotHoldings
 from forebay.workers.outbox import Outbox
 from forebay.workers.sampling import NoToken, Sampled, sample, score
 
 
 @dataclass(frozen=True, slots=True)
+class Stepped:
+    """A step's rows, and the requests whose part of it is void."""
+
+    rows: Sequence[Row]
+    void: Sequence[Hashable] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Stepper:
-    """Runs the model and chooses tokens. Mutates pools, requests and chains; blocks for the time of the step."""
+    """Runs the model and chooses tokens. Mutates pools, requests and chains; blocks for the time of the step. `hot` are
+    the holdings, if some of what they hold may be in host memory."""
 
     model: CausalLM
     pools: Mapping[str, Tensor]
     holdings: Holdings
     outbox: Outbox
+    hot: HotHoldings | None = None
 
-    def forward(self, works: Sequence[Work], generations: Sequence[Generation]) -> list[Row]:
+    def forward(self, works: Sequence[Work], generations: Sequence[Generation]) -> Stepped:
         """Compute `works`, which are those of `generations`; a row for each position that is scored or sampled, in
         order."""
-        batch = build_batch(works, self.holdings, self.model.device)
+        resolver = None if self.hot is None else self.hot.resolver(works, self.pools)
+        batch = build_batch(works, self.holdings, self.model.device, resolver)
         with torch.inference_mode():
             logits = self.model.forward(batch, self.pools)
             # On an accelerator this is where the step is waited for; its blocks are complete after it.
             rows = choose_rows(logits, works, generations)
         if self.model.device.type == "cuda" and not len(rows):
             torch.cuda.synchronize(self.model.device)
-        return rows
+        return Stepped(rows, () if resolver is None else resolver.void())
 
     def choose(self, work: Work, generation: Generation, rows: Iterator[Row]) -> bool:
         """Account for one work: score its part of a prompt, and append a token if one is due (then True).

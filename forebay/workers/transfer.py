@@ -22,6 +22,7 @@ from forebay.kvstore.identity import Namespace
 from forebay.workers.config import Prefixes
 from forebay.workers.counters import Counters
 from forebay.workers.doors import Doors, own_doors
+from forebay.workers.hot.keeping import LEASE_MS
 from forebay.workers.moves import Opened, Pull, Pulled, Push, Pushed, StoreChanged
 from forebay.workers.prefix import GroupShape
 from forebay.workers.pulling import Puller, PullRules
@@ -34,6 +35,10 @@ BACKOFF_S = (0.2, 2.0)
 
 WATCH_S = 0.25
 """How often an idle connection is looked at."""
+
+RENEW_S = LEASE_MS / 4000
+JOIN_LEASES_MAX = 64
+"""So many leases are renewed with one message."""
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +82,7 @@ class Transfer:
             assert made.granule_bytes == shape.geometry.granule_bytes, shape.geometry
         rules = PullRules(config.lookup_deadline_ms, config.prefixes)
         self._puller = Puller(self._client, shapes, copiers, rules, self.counters, self.rates, deliver)
-        self._pusher = doors.pusher(self._client, self.queue, copiers, self.counters, deliver, trace)
+        self._pusher = doors.pusher(self._client, self.queue, copiers, self.counters, self._tell, trace)
         self._trace = trace
         self._namespace_id = b""
         self._connected = False
@@ -85,6 +90,7 @@ class Transfer:
         self._loop = uvloop.new_event_loop()
         self._wake = asyncio.Event()
         self._pulls: set[asyncio.Task[None]] = set()
+        self._renewed: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
 
     # --- from the engine's thread ------------------------------------------------------------------------
@@ -107,6 +113,7 @@ class Transfer:
             "push.queue.chunks": len(self.queue),
             "cut.open": cutter.open,
             "cut.late_answers": len(cutter.abandoned),
+            "hosted.leases": len(self._renewed),
         }
 
     def start(self) -> None:
@@ -123,6 +130,10 @@ class Transfer:
         if taken:
             self._loop.call_soon_threadsafe(self._wake.set)
         return taken
+
+    def release(self, leases: Sequence[int]) -> None:
+        """Give leases back of chunks that were read in place."""
+        self._loop.call_soon_threadsafe(self._let_go, tuple(leases))
 
     def shed(self) -> None:
         """Drop the pushes that wait, because their blocks are needed. Each is answered."""
@@ -177,6 +188,7 @@ class Transfer:
                 continue
             pause = BACKOFF_S[0]
             self._change(True)
+            renewing = self._loop.create_task(self._renew())
             try:
                 await self._push_on()
             except (ForebayError, OSError) as error:
@@ -185,6 +197,8 @@ class Transfer:
                 log.exception("a push failed in a way it should not; connecting anew")
             finally:
                 # Copies run on this thread, so none is under way: the next connection may say so.
+                renewing.cancel()
+                self._renewed.clear()
                 await self._client.close()
                 self._change(False)
                 self._lose_queue()
@@ -200,6 +214,31 @@ class Transfer:
                 await asyncio.wait_for(self._wake.wait(), WATCH_S)
             except TimeoutError:
                 continue
+
+    def _let_go(self, leases: tuple[int, ...]) -> None:
+        for lease in leases:
+            self._renewed.discard(lease)
+        self._client.release(list(leases))
+
+    async def _renew(self) -> None:
+        """Leases of chunks that are read in place last as long as they are used, and this connection."""
+        while True:
+            await asyncio.sleep(RENEW_S)
+            leases = list(self._renewed)
+            for at in range(0, len(leases), JOIN_LEASES_MAX):
+                some = leases[at : at + JOIN_LEASES_MAX]
+                try:
+                    joined = await self._client.join(some, lease_ms=LEASE_MS)
+                except ForebayError as error:
+                    log.warning("leases weren't renewed: %s", error)
+                    break
+                self.counters.add("hosted.leases_ended", len(some) - len(joined.leases))
+
+    def _tell(self, told: Delivery) -> None:
+        """`deliver`; what stays in host memory is renewed from now on."""
+        chunks = told.hosted if isinstance(told, Pulled) else (told.hosted,) if isinstance(told, Pushed) else ()
+        self._renewed.update(chunk.lease for chunk in chunks if chunk is not None)
+        self._deliver(told)
 
     async def _pause(self, seconds: float) -> None:
         self._lose_queue()
@@ -235,7 +274,7 @@ class Transfer:
             log.exception("a pull failed in a way it should not; its request computes")
         finally:
             self._trace.moved("pull", began, request=str(pull.request), hit=pulled.hit)
-            self._deliver(pulled)
+            self._tell(pulled)
 
     def _stop_soon(self) -> None:
         self._stopping = True

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forebay.cli.main import main
-from tests.models.test_capacity import DEEPSEEK_V3, LLAMA
+from tests.models.test_capacity import DEEPSEEK_V3, GLM_52, LLAMA
 
 
 @pytest.fixture
@@ -66,3 +66,19 @@ def test_a_plot_is_drawn_or_the_package_named(llama: Path, capsys: pytest.Captur
         assert target.read_bytes().startswith(b"\x89PNG")
     else:
         assert "matplotlib" in capsys.readouterr().err
+
+
+def test_hot_buffers_let_several_times_as_many_be_under_way(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GLM_52))
+    asked = ["plan", str(tmp_path), "--gpu-memory", "141GiB", "--weights", "704GiB", "--tp", "8", "--kv-dtype", "fp8"]
+    hot = ["--index-cache-dtype", "fp8", "--hot-buffer-rows", "4096", "--host-memory", "1536GiB"]
+    assert main([*asked, *hot, "--json"]) == 0
+    longest = [json.loads(line) for line in capsys.readouterr().out.splitlines()][-1]
+    kv, context = int((141 << 30) * 0.92) - (88 << 30) - (4 << 30), 202_752
+    assert longest["context"] == context and longest["full"] == kv // (47_700 * context)
+    assert longest["device"] == kv // (2_772 * context + 16 * 78 * 576 * (4096 // 16 + 34))
+    assert longest["requests"] == longest["device"] >= 3 * longest["full"]
+    assert main([*asked, *hot]) == 0 and "hot: host limit" in capsys.readouterr().out
+    assert main([*asked, *hot[:4]]) == 2 and "--host-memory" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from forebay.errors import StoreUnavailable
@@ -14,13 +14,17 @@ from forebay.kvstore.protocol import (
     Committed,
     Fetched,
     Found,
+    Held,
+    Joined,
     NewChunk,
     Reserved,
+    Shared,
     Slot,
     Stats,
     Surveyed,
     Written,
 )
+from forebay.tiers.base import Query
 from tests.workers.fake_tier import FakeTier
 
 
@@ -47,6 +51,7 @@ class FakeStore:
     refuse: str = ""
     leases: int = 0
     released: int = 0
+    parts_released: int = 0
     lookups: int = 0
     reported: list[tuple[int, bytes]] = field(default_factory=list)
     touched: list[tuple[list[tuple[int, bytes]], str, float]] = field(default_factory=list)
@@ -98,6 +103,14 @@ class FakeStore:
                 break
             count += 1
         return count
+
+
+def _read(stored: Stored) -> ChunkRead:
+    chunk = stored.chunk
+    return ChunkRead(
+        chunk.group, chunk.start, len(chunk.tokens) // 4, 0, 0, 0, len(stored.payload), stored.generation,
+        chunk.key, stored.promoted,
+    )  # fmt: skip
 
 
 class FakeStoreClient:
@@ -152,13 +165,9 @@ class FakeStoreClient:
 
     def _found(self, hit: int, need: list[int], have: list[dict[int, Stored]]) -> Found:
         chunks: dict[int, ChunkRead] = {}
-        for group, (first, units) in enumerate(zip(need, have, strict=True)):
+        for first, units in zip(need, have, strict=True):
             for unit in range(first, hit // MATCH_UNIT):
-                s = units[unit]
-                chunks[id(s)] = ChunkRead(
-                    group, s.chunk.start, len(s.chunk.tokens) // 4, 0, 0, 0, len(s.payload), s.generation,
-                    s.chunk.key, s.promoted,
-                )  # fmt: skip
+                chunks[id(units[unit])] = _read(units[unit])
         self.store.leases += 1
         return Found(
             rid=0, boot=self.boot, lease=self.store.leases, hit=hit, chunks=list(chunks.values()), from_tier={}
@@ -183,6 +192,30 @@ class FakeStoreClient:
 
     def release(self, leases: Sequence[int]) -> None:
         self.store.released += len(leases)
+
+    def release_chunks(self, lease: int, chunks: Sequence[int]) -> None:
+        self.store.parts_released += len(chunks)
+
+    async def join(self, leases: Sequence[int], *, lease_ms: int = 0) -> Joined:
+        self._check()
+        return Joined(rid=0, boot=self.boot, leases=[Shared(lease, 0, []) for lease in leases], lease_ms=lease_ms)
+
+    async def hold(self, queries: Sequence[Query], *, lease_ms: int) -> Held:
+        self._check()
+        await asyncio.sleep(0)
+        self._check()
+        found = [self.store.chunks.get((query.group, query.key)) for query in queries]
+        there = [stored for stored in found if stored is not None]
+        self.store.leases += 1
+        return Held(
+            rid=0, boot=self.boot, lease=self.store.leases if there else 0,
+            chunks=[_read(stored) for stored in there],
+            places=[-1 if stored is None else there.index(stored) for stored in found],
+        )  # fmt: skip
+
+    def witness(self, chunk: ChunkRead) -> Callable[[], bool]:
+        stored = self.store.chunks[chunk.group, chunk.key]
+        return lambda: stored.generation == chunk.generation
 
     def touch_soon(self, chunks: Sequence[tuple[int, bytes]], *, tenant: str = "", retain_s: float = 0.0) -> None:
         self.store.touched.append((list(chunks), tenant, retain_s))

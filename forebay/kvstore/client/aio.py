@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -233,6 +233,10 @@ class AsyncStoreClient(PromiseCalls):
     def intact(self, chunk: ChunkRead) -> bool:
         """Ask after the copy: is the slot still of the generation that was promised?"""
         return self._session.pool.intact(chunk)
+
+    def witness(self, chunk: ChunkRead) -> Callable[[], bool]:
+        """`intact` as a question that can still be asked after this connection has ended, while `payload` is kept."""
+        return self._session.pool.witness(chunk)
 
     async def stats(self) -> Stats:
         """Present figures."""

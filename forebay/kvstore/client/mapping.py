@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from forebay.errors import CorruptChunk, StoreUnavailable
@@ -54,6 +55,11 @@ class PoolMap:
     def intact(self, chunk: ChunkRead) -> bool:
         """Is the slot still of the generation that was promised? Ask after the copy."""
         return slot_generation(self.views[chunk.extent][chunk.slot_offset : chunk.slot_offset + 64]) == chunk.generation
+
+    def witness(self, chunk: ChunkRead) -> Callable[[], bool]:
+        """`intact` as a question that can still be asked when this map has been closed: for who goes on reading."""
+        head = self.views[chunk.extent][chunk.slot_offset : chunk.slot_offset + 64]
+        return lambda: slot_generation(head) == chunk.generation
 
     def close(self) -> None:
         """Drop the mappings. One that somebody still looks into stays until that view is gone."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from forebay.errors import StoreUnavailable
 from forebay.kvstore.protocol import Slot, Written
+from forebay.workers.hot.mirror import HostChunk
 from forebay.workers.moves import Push
 from forebay.workers.pushing import Pusher
 from forebay.workers.ranks.client import LeadClient
@@ -45,13 +46,14 @@ class SharedPusher(Pusher):
         self._crew, self._lead, self._leads = crew, client, tuple(copiers)
         self._writers = [tuple(ranks) for ranks in writers]
 
-    async def _store(self, namespace_id: bytes, batch: Sequence[Push]) -> None:
+    async def _store(self, namespace_id: bytes, batch: Sequence[Push]) -> dict[int, HostChunk]:
         for ranks in dict.fromkeys(self._writers[push.chunk.group] for push in batch):
             pushes = [push for push in batch if self._writers[push.chunk.group] == ranks]
             if len(ranks) == 1:
                 await super()._store(namespace_id, pushes)
             else:
                 await self._store_together(namespace_id, pushes, ranks)
+        return {}  # hot buffers are for one rank
 
     async def _store_together(self, namespace_id: bytes, pushes: Sequence[Push], ranks: tuple[int, ...]) -> None:
         slots = await self._reserve(namespace_id, pushes, writers=len(ranks))

@@ -1,0 +1,275 @@
+"""Which requests have a hot region, what is on the device and in host memory of each, and who gives way.
+
+A region is some blocks of the same pool as everybody's pages. So memory goes where it is needed: as long as there is
+room every request is *full* and nothing is copied; when there isn't, requests get a region and let go of pages that
+host memory has, one after the other.
+
+The numbers of regions are the rows of the resolver's tables. Owned by the engine's thread; no call blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from forebay.kernels.hot import Regions, forget_pages, forget_region, new_regions
+from forebay.kvstore.identity import MATCH_UNIT
+from forebay.scheduler.request import Request
+from forebay.workers.block_pool import GroupPool
+from forebay.workers.counters import Counters
+from forebay.workers.hot.mirror import HostChunk, HostPages
+from forebay.workers.hot.residency import Pages
+from forebay.workers.hot.settings import HotSettings
+from forebay.workers.prefix import units_of
+
+NO_REGION = -1
+
+
+@dataclass(slots=True, eq=False)
+class HotRequest:
+    """One admitted `request`. `admission` numbers it: what was set out for an earlier one comes to nothing. `region`
+    has `blocks`; `chunks` are what host memory holds for it; `keys` the unit keys of lent pages. `failed`: from where
+    on chunks are missing there. `since`: when it began to lack something, or None."""
+
+    request: Request
+    admission: int
+    pages: Pages = field(default_factory=Pages)
+    region: int = NO_REGION
+    blocks: list[int] = field(default_factory=list)
+    chunks: list[HostChunk] = field(default_factory=list)
+    keys: dict[bytes, int] = field(default_factory=dict)
+    failed: int | None = None
+    since: float | None = None
+
+    @property
+    def hot(self) -> bool:
+        """Has it a region?"""
+        return self.region != NO_REGION
+
+
+class HotBook:
+    """The books of all requests with a sparse group. `release(leases)` gives leases back, later and elsewhere."""
+
+    def __init__(
+        self,
+        settings: HotSettings,
+        pool: GroupPool,
+        granule_bytes: int,
+        host_pages: int,
+        release: Callable[[Sequence[int]], None],
+        device: torch.device | None = None,
+    ) -> None:
+        self.settings, self.pool = settings, pool
+        tables = [new_regions(settings.regions, settings.rows, device) for _ in settings.sharers]
+        # Layers that choose for themselves have slots of their own in the same blocks.
+        self._regions = {
+            leader: replace(regions, blocks=tables[0].blocks)
+            for leader, regions in zip(settings.sharers, tables, strict=True)
+        }
+        self.host = HostPages(granule_bytes, host_pages, self._gone)
+        self.counters = Counters()
+        self._release = release
+        self._requests: dict[Hashable, HotRequest] = {}
+        self._free = list(range(settings.regions - 1, -1, -1))
+        self._lent: dict[bytes, dict[Hashable, int]] = {}
+        self._admissions = 0
+        self._leases: dict[int, int] = {}
+
+    def regions(self, leader: int) -> Regions:
+        """The slots of all regions in a layer that chooses, and in those that share its choice."""
+        return self._regions[leader]
+
+    # --- requests ----------------------------------------------------------------------------------------
+
+    def of(self, key: Hashable) -> HotRequest:
+        """The books of an admitted request."""
+        return self._requests[key]
+
+    def known(self, key: Hashable, admission: int) -> HotRequest | None:
+        """The same if it is still admitted, for that same time."""
+        found = self._requests.get(key)
+        return found if found is not None and found.admission == admission else None
+
+    def hot(self, key: Hashable) -> bool:
+        """Has this request a region?"""
+        found = self._requests.get(key)
+        return found is not None and found.hot
+
+    def everybody(self) -> Iterator[tuple[Hashable, HotRequest]]:
+        """All admitted requests. Don't let any come or go meanwhile."""
+        return iter(self._requests.items())
+
+    def admit(self, request: Request) -> None:
+        """A request has been admitted, full so far."""
+        assert request.key not in self._requests, request.key
+        self._admissions += 1
+        self._requests[request.key] = HotRequest(request, self._admissions)
+
+    def host_room(self, pages: int) -> bool:
+        """Would so many more host pages fit, beside all that hot requests may come to need?"""
+        promised = sum(max(0, units_of(len(r.request.tokens)) - len(r.pages)) for r in self._requests.values() if r.hot)
+        return len(self.host) + promised + pages <= self.host.most
+
+    def can_open(self) -> bool:
+        """Is there another region to give?"""
+        return bool(self._free)
+
+    def open_region(self, key: Hashable, blocks: Sequence[int]) -> None:
+        """Give a request a region in `blocks`, which it holds."""
+        request = self._requests[key]
+        assert not request.hot and len(blocks) == self.settings.blocks, (key, len(blocks))
+        request.region, request.blocks = self._free.pop(), list(blocks)
+        for regions in self._regions.values():
+            forget_region(regions, request.region)
+            regions.blocks[request.region] = torch.tensor(request.blocks, dtype=torch.int64)
+        request.request.step_tokens = self.settings.step_tokens
+        self.counters.add("hot.regions_opened")
+
+    def close(self, key: Hashable) -> HotRequest:
+        """The request holds nothing any more: not its region, nor anything in host memory. The blocks of its region are
+        the caller's to drop."""
+        request = self._requests.pop(key)
+        if request.hot:
+            self._free.append(request.region)
+        for unit_key in list(request.keys):
+            self._unlend(unit_key, key)
+        self._let_go_of_host(request)
+        return request
+
+    # --- pages -------------------------------------------------------------------------------------------
+
+    def follow(self, key: Hashable, table: Sequence[int]) -> Pages:
+        """The pages of a request, whose table may have become longer."""
+        request = self._requests[key]
+        pages = request.pages
+        for page in range(len(pages), len(table)):
+            if table[page] >= 0:
+                pages.append(table[page])
+            else:
+                pages.append_absent()
+        return pages
+
+    def hosted(self, key: Hashable, admission: int, chunk: HostChunk, table: Sequence[int]) -> None:
+        """Host memory has a chunk that was set out at `admission`. If nobody wants it any more, its lease is given
+        back."""
+        self._leases.setdefault(chunk.lease, chunk.shares)
+        request = self.known(key, admission)
+        if request is None or not self._arrive(self.follow(key, table), chunk):
+            self._unuse(chunk.lease)
+            return
+        request.chunks.append(chunk)
+        request.since = None
+        self.counters.add("hot.chunks_held")
+
+    def _arrive(self, pages: Pages, chunk: HostChunk) -> int:
+        """How many pages have a place in host memory with this that had none."""
+        first, arrived = chunk.start // MATCH_UNIT, 0
+        for unit in range(chunk.tokens // MATCH_UNIT):
+            page = first + unit
+            if page < len(pages) and pages.host[page] < 0:
+                number = self.host.add(chunk, unit)
+                if number is None:
+                    self.counters.add("hot.host_pages_refused")
+                    break
+                pages.arrive(page, number)
+                arrived += 1
+        return arrived
+
+    def missing(self, key: Hashable, admission: int, start: int) -> None:
+        """A chunk that was set out is not in host memory: it will have to be offered again."""
+        request = self.known(key, admission)
+        if request is not None:
+            request.failed = start if request.failed is None else min(request.failed, start)
+            self.counters.add("hot.chunks_refused")
+
+    def lose_host(self) -> list[Hashable]:
+        """The store has gone, and its promises with it. Returns requests of which something is nowhere now."""
+        lost = []
+        for key, request in self._requests.items():
+            self.host.drop(int(page) for page in request.pages.host if page >= 0)
+            absent = request.pages.forget_host()
+            # What is lent may be reused at any moment, and then it would be nowhere.
+            if absent or request.keys:
+                lost.append(key)
+            request.chunks.clear()
+        self._leases.clear()
+        return lost
+
+    # --- release -----------------------------------------------------------------------------------------
+
+    def clean(self, key: Hashable) -> int:
+        """How many pages a request could let go of."""
+        return sum(1 for _ in self._requests[key].pages.releasable())
+
+    def let_go(self, key: Hashable, table: list[int], unit_keys: Sequence[bytes]) -> int:
+        """Drop all clean pages before the tail; returns how many blocks that gave back: those that nobody else uses.
+        Mutates `table`."""
+        request, freed = self._requests[key], 0
+        for page in list(request.pages.releasable()):
+            findable = self.pool.sealed(table[page])
+            freed += self.pool.sole(table[page])
+            block = request.pages.release(page, findable=findable)
+            assert block == table[page], (page, block, table[page])
+            table[page] = -1
+            if findable:
+                self._lend(unit_keys[page], key, page)
+            self.pool.drop(block)
+            self.counters.add("hot.pages_released")
+        return freed
+
+    def reused(self, unit_key: bytes) -> None:
+        """The pool has taken the block of a unit that nobody held. Called for every eviction."""
+        for key, page in self._lent.pop(unit_key, {}).items():
+            request = self._requests[key]
+            del request.keys[unit_key]
+            request.pages.reused(page)
+
+    def _lend(self, unit_key: bytes, key: Hashable, page: int) -> None:
+        self._lent.setdefault(unit_key, {})[key] = page
+        self._requests[key].keys[unit_key] = page
+
+    def _unlend(self, unit_key: bytes, key: Hashable) -> None:
+        users = self._lent.get(unit_key, {})
+        users.pop(key, None)
+        if not users:
+            self._lent.pop(unit_key, None)
+
+    # --- host memory -------------------------------------------------------------------------------------
+
+    def _gone(self, pages: Sequence[int]) -> None:
+        for regions in self._regions.values():
+            forget_pages(regions, torch.tensor(list(pages), dtype=torch.int64, device=regions.held.device))
+
+    def _let_go_of_host(self, request: HotRequest) -> None:
+        self.host.drop(int(page) for page in request.pages.host if page >= 0)
+        for chunk in request.chunks:
+            self._unuse(chunk.lease)
+        request.chunks.clear()
+
+    def _unuse(self, lease: int) -> None:
+        if lease not in self._leases:
+            return  # it ended with its store
+        self._leases[lease] -= 1
+        if not self._leases[lease]:
+            del self._leases[lease]
+            self._release([lease])
+
+    def leases(self) -> tuple[int, ...]:
+        """All that are in use."""
+        return tuple(self._leases)
+
+    def gauges(self) -> dict[str, float]:
+        """Present figures, and the caps. Callable from any thread."""
+        hot = sum(request.hot for request in list(self._requests.values()))
+        return self.counters.values() | {
+            "hot.requests": len(self._requests),
+            "hot.regions": hot,
+            "hot.regions_max": self.settings.regions,
+            "hot.rows_max": self.settings.rows,
+            "hot.host_pages": len(self.host),
+            "hot.host_pages_max": self.host.most,
+            "hot.pages_lent": len(self._lent),
+            "hot.leases": len(self._leases),
+        }

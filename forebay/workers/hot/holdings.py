@@ -1,0 +1,296 @@
+"""`Holdings` of a model with sparse layers: a request that doesn't fit whole is held hot.
+
+    full    all pages are on the device, as in any other group; nothing is copied
+    hot     a region, the tail, and what isn't in host memory yet; the rest is read from there, row by row
+
+A newcomer is admitted full if that fits, else hot. If there is no room for that either, full ones are *squeezed*: each
+gets a region in exchange for its clean pages, those first that gain most.
+
+A hot request's blocks are promised at admission, as in a window group: what it lets go of it may take again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from forebay.kvstore.identity import MATCH_UNIT
+from forebay.scheduler.memory import Admission, Growth
+from forebay.scheduler.plan import Work
+from forebay.scheduler.request import Request
+from forebay.workers.holdings import Holding, Holdings, PoolListener
+from forebay.workers.hot.book import HotBook
+from forebay.workers.hot.resolving import Stay, StepResolver
+from forebay.workers.hot.settings import HotSettings
+from forebay.workers.moves import Pull, Pulled, Pushed
+from forebay.workers.prefix import DevicePrefix, GroupShape, device_prefix, units_of
+
+
+class HotHoldings(Holdings):
+    """See `Holdings`. `clock` gives seconds; `release` gives leases back, later and elsewhere."""
+
+    def __init__(
+        self,
+        shapes: Sequence[GroupShape],
+        blocks: Sequence[int],
+        listener: PoolListener,
+        settings: HotSettings,
+        host_pages: int,
+        release: Callable[[Sequence[int]], None],
+        clock: Callable[[], float],
+    ) -> None:
+        super().__init__(shapes, blocks, listener)
+        self._sparse, self._clock = settings.group, clock
+        geometry = shapes[settings.group].geometry
+        self.book = HotBook(settings, self.pools[settings.group], geometry.granule_bytes, host_pages, release)
+
+    def fits(self, tokens: int) -> bool:
+        """See `Holdings.fits`."""
+        return all(
+            shape.footprint(tokens) <= pool.blocks or (group == self._sparse and self._hot_fits)
+            for group, (shape, pool) in enumerate(zip(self.shapes, self.pools, strict=True))
+        )
+
+    @property
+    def _hot_fits(self) -> bool:
+        return self.book.settings.footprint <= self.pools[self._sparse].blocks
+
+    def capacity(self) -> int:
+        """See `Holdings.capacity`."""
+        others = [
+            pool.blocks
+            for group, (shape, pool) in enumerate(zip(self.shapes, self.pools, strict=True))
+            if not shape.windowed and not (group == self._sparse and self._hot_fits)
+        ]
+        most = min(others, default=2**31) - 1
+        return most * MATCH_UNIT if self.fits(most * MATCH_UNIT) else 0
+
+    # --- a request comes -------------------------------------------------------------------------------
+
+    def admit(self, request: Request, leave: int) -> Admission | None:
+        """See `Memory.admit`."""
+        admission = super().admit(request, leave)
+        if admission is not None:
+            request.step_tokens = 0
+            self.book.admit(request)
+            return admission
+        if not self.ask_store or request.fresh or not self.book.can_open():
+            return None
+        admission = self._admit_hot(request, leave)
+        if admission is None and self._squeeze(self.book.settings.footprint + leave, keep=None):
+            admission = self._admit_hot(request, leave)
+        return admission
+
+    def _admit_hot(self, request: Request, leave: int) -> Admission | None:
+        holding, settings = self._held[request.key], self.book.settings
+        limit = (len(request.tokens) - 1) // MATCH_UNIT
+        keys = holding.chain.keys[:limit]
+        runs = list(device_prefix(self.shapes, self.pools, keys).runs)
+        runs[self._sparse] = 0
+        # Its own rows come from host memory: so the device's prefix counts for nothing, and saves copies only.
+        bid = self._bid(request, keys, DevicePrefix(0, tuple(runs)), load=limit > 0)
+        bid.shared[self._sparse], bid.extra[self._sparse], bid.spare[self._sparse] = {}, {}, 0
+        bid.reserve[self._sparse] = settings.footprint
+        prices = [self._price(group, bid.shared[group].values()) for group in range(len(self.pools))]
+        room = [p.available - price - n for p, price, n in zip(self.pools, prices, bid.reserve, strict=True)]
+        if min(room) < leave or not self.book.host_room(units_of(len(request.tokens))):
+            return None
+        self._take(request, holding, bid)
+        if limit:
+            self._take_spares(holding, bid, room, leave)
+        holding.sealed_units = holding.stored = request.computed = 0
+        self.book.admit(request)
+        self._open_region(request.key, holding)
+        return Admission(load=limit > 0)
+
+    def _open_region(self, key: Hashable, holding: Holding) -> None:
+        holding.hot = True
+        blocks = [self._spend(holding, self._sparse) for _ in range(self.book.settings.blocks)]
+        self.book.open_region(key, blocks)
+
+    def pull(self, request: Request) -> Pull:
+        """See `Holdings.pull`."""
+        pull = super().pull(request)
+        return replace(pull, hosted=frozenset({self._sparse})) if self.book.hot(request.key) else pull
+
+    def settle(self, request: Request, pulled: Pulled) -> None:
+        """See `Holdings.settle`."""
+        super().settle(request, pulled)
+        table = self._held[request.key].tables[self._sparse]
+        admission = self.book.of(request.key).admission
+        for chunk in pulled.hosted:
+            self.book.hosted(request.key, admission, chunk, table)
+        pages = self.book.follow(request.key, table)
+        assert pages.readable, "a load left pages nowhere"
+        if len(pages) and pages.residency == "none":
+            self.book.counters.add("hot.started_with_none")
+
+    def refuse(self, pulled: Pulled) -> None:
+        """See `Holdings.refuse`."""
+        for chunk in pulled.hosted:
+            self.book.hosted(pulled.request, 0, chunk, ())
+
+    def _give_back(self, holding: Holding, group: int, tokens: int) -> None:
+        if group != self._sparse or not holding.hot:
+            super()._give_back(holding, group, tokens)
+
+    # --- a request goes on -----------------------------------------------------------------------------
+
+    def grow(self, request: Request, upto: int) -> Growth:
+        """See `Memory.grow`."""
+        if self.book.hot(request.key):
+            return self._grow_hot(request, upto)
+        growth = super().grow(request, upto)
+        if growth is not Growth.SHORT:
+            return growth
+        wanted = units_of(upto) - len(self._held[request.key].tables[self._sparse])
+        self._squeeze(max(1, wanted), keep=request.key)
+        growth = super().grow(request, upto)
+        if growth is Growth.SHORT and self._squeeze_one(request.key):
+            return Growth.DRAINING if upto - request.computed > request.step_tokens else self._grow_hot(request, upto)
+        return growth
+
+    def _grow_hot(self, request: Request, upto: int) -> Growth:
+        holding, book = self._held[request.key], self.book.of(request.key)
+        assert upto - request.computed <= request.step_tokens, (upto, request.computed, request.step_tokens)
+        wanted = units_of(upto) - len(holding.tables[self._sparse])
+        if wanted > holding.credit[self._sparse]:
+            self._let_go_of_clean(request.key, holding)
+        short = wanted - holding.credit[self._sparse]
+        if short > 0 and self.pools[self._sparse].reserve(short):
+            holding.credit[self._sparse] += short
+        elif short > 0:
+            # Its pages aren't in host memory yet: nobody else can help.
+            book.since = self._clock() if book.since is None else book.since
+            return Growth.DRAINING
+        growth = super().grow(request, upto)
+        if growth is Growth.READY:
+            book.since = None
+        return growth
+
+    def trim(self, request: Request) -> None:
+        """See `Holdings.trim`. A hot request lets go of what host memory has."""
+        super().trim(request)
+        holding = self._held[request.key]
+        self.book.follow(request.key, holding.tables[self._sparse])
+        if self.book.hot(request.key):
+            self._let_go_of_clean(request.key, holding)
+
+    def _let_go_of_clean(self, key: Hashable, holding: Holding) -> None:
+        freed = self.book.let_go(key, holding.tables[self._sparse], holding.chain.keys)
+        for _ in range(freed):
+            self.pools[self._sparse].keep_promise()
+        holding.credit[self._sparse] += freed
+
+    def drop_all(self, request: Request) -> None:
+        """See `Holdings.drop_all`."""
+        holding = self._held[request.key]
+        closed = self.book.close(request.key)
+        table = holding.tables[self._sparse][holding.trimmed[self._sparse] :]
+        holding.tables[self._sparse] = [block for block in table if block >= 0]
+        holding.trimmed[self._sparse] = 0
+        for block in closed.blocks:
+            self.pools[self._sparse].drop(block)
+        holding.hot = False
+        super().drop_all(request)
+
+    def resolver(self, works: Sequence[Work], pools: Mapping[str, Tensor]) -> StepResolver | None:
+        """For a step with these works; None if all they have is on the device."""
+        if not any(self.book.hot(work.request.key) for work in works):
+            return None
+        stays = []
+        for work in works:
+            key = work.request.key
+            pages = self.book.follow(key, self._held[key].tables[self._sparse])
+            self.book.counters.add(f"hot.steps_{pages.residency}")
+            stays.append(Stay(key, self.book.of(key).region, pages.resident, pages.host))
+        self.book.counters.add("hot.steps")
+        return StepResolver(self.book, stays, pools[self.shapes[self._sparse].geometry.name])
+
+    # --- who gives way ---------------------------------------------------------------------------------
+
+    def _squeeze(self, wanted: int, keep: Hashable) -> bool:
+        """Have full requests exchange pages for a region, until `wanted` blocks are available. `keep` isn't asked.
+        Whether that helped."""
+        pool, before = self.pools[self._sparse], self.pools[self._sparse].available
+        for key, _ in self.book.everybody():
+            self.book.follow(key, self._held[key].tables[self._sparse])
+        gains = [(self.book.clean(key), key) for key, book in self.book.everybody() if not book.hot and key != keep]
+        for _, key in sorted(gains, key=lambda one: one[0], reverse=True):
+            if pool.available >= wanted or not self._squeeze_one(key):
+                break
+        return pool.available > before
+
+    def _squeeze_one(self, key: Hashable) -> bool:
+        """Exchange a full request's clean pages for a region, if it gains by that."""
+        holding, settings, pool = self._held[key], self.book.settings, self.pools[self._sparse]
+        request = self.book.of(key)
+        if holding.cut is not None or holding.spare or not self.book.can_open():
+            return False
+        self.book.follow(key, holding.tables[self._sparse])
+        table, credit = holding.tables[self._sparse], holding.credit[self._sparse]
+        clean = list(request.pages.releasable())
+        held = request.pages.held - len(clean)
+        # What it is promised from then on: its region, and what it needs to get on.
+        promised = max(settings.footprint - held, settings.blocks + units_of(settings.step_tokens) + 1)
+        if sum(pool.sole(table[page]) for page in clean) + credit <= promised:
+            return False
+        pool.unreserve(credit)
+        self.book.let_go(key, table, holding.chain.keys)
+        reserved = pool.reserve(promised)
+        assert reserved, "an exchange gains blocks"
+        holding.credit[self._sparse] = promised
+        self._open_region(key, holding)
+        self.offer_again(key)
+        self.book.counters.add("hot.squeezed")
+        return True
+
+    # --- host memory -----------------------------------------------------------------------------------
+
+    def pushed(self, done: Pushed) -> None:
+        """See `Holdings.pushed`."""
+        push = done.push
+        if done.hosted is not None:
+            known = self.book.known(push.request, push.admission)
+            table = () if known is None else self._held[push.request].tables[self._sparse]
+            self.book.hosted(push.request, push.admission, done.hosted, table)
+        elif push.admission:
+            self.book.missing(push.request, push.admission, push.chunk.start)
+
+    def offer_again(self, key: Hashable) -> None:
+        """See `Holdings.offer_again`."""
+        request = self.book.of(key)
+        if request.failed is not None:
+            self.mark_lost(key, request.failed)
+            request.failed = None
+
+    def overdue(self) -> list[Hashable]:
+        """See `Holdings.overdue`."""
+        now, most = self._clock(), self.book.settings.deadline_s
+        return [key for key, book in self.book.everybody() if book.since is not None and now - book.since > most]
+
+    def admission(self, key: Hashable, group: int) -> int:
+        """See `Holdings.admission`."""
+        return self.book.of(key).admission if group == self._sparse else 0
+
+    def store_lost(self) -> list[Hashable]:
+        """See `Holdings.store_lost`."""
+        return self.book.lose_host()
+
+    def store_back(self) -> None:
+        """See `Holdings.store_back`. What it has is to be held again; what it lacks, to be stored again."""
+        for key, request in self.book.everybody():
+            request.failed = 0
+            self.offer_again(key)
+
+    def _told(self, group: int) -> Callable[[bytes], None]:
+        told = super()._told(group)
+
+        def evicted(key: bytes) -> None:
+            if group == self._sparse:
+                self.book.reused(key)
+            told(key)
+
+        return evicted

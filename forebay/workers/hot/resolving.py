@@ -1,0 +1,119 @@
+"""One step's answers to sparse layers: where the rows are that they have chosen, and whether what they read holds.
+
+Rows of requests that have everything on the device are looked up in their tables. Those of hot ones go through the
+resolver: all that feed one token together, those that feed more each for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forebay.kernels.batch import BLOCK_TOKENS, Batch
+from forebay.kernels.chosen import Selection
+from forebay.kernels.hot import Ask, Mirror, SwapPlan, replay, resolve_and_copy
+from forebay.workers.hot.book import HotBook
+from forebay.workers.hot.residency import Ints, joined
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """One request of the step, in the order of the batch: its region (-1: none), and where its pages are."""
+
+    key: Hashable
+    region: int
+    resident: Ints
+    host: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """Some rows int64 [r] of a selection, resolved together for `sequences`."""
+
+    sequences: tuple[int, ...]
+    plan: SwapPlan
+
+
+class StepResolver:
+    """A `RowResolver` for one forward pass over one pool. Mutates the book's regions, and the pool."""
+
+    def __init__(self, book: HotBook, stays: Sequence[Stay], pool: Tensor) -> None:
+        self._book, self._stays, self._pool = book, tuple(stays), pool
+        device = pool.device
+        self._regions = torch.tensor([stay.region for stay in stays], dtype=torch.int64, device=device)
+        self._resident = torch.from_numpy(joined([stay.resident for stay in stays])).to(device)
+        self._host = torch.from_numpy(joined([stay.host for stay in stays])).to(device)
+        self._mirror: Mirror = book.host.mirror()
+        self._hot = [stay.region >= 0 for stay in stays]
+        self._leader = -1
+        self._behind: set[int] = set()
+        self._parts: list[_Part] = []
+        self._all: list[_Part] = []
+
+    def resolve(self, leader: int, batch: Batch, selection: Selection) -> Tensor:
+        """See `RowResolver`."""
+        sequences, positions = selection.sequences, selection.positions
+        page, offset = positions.clamp(min=0) // BLOCK_TOKENS, positions.clamp(min=0) % BLOCK_TOKENS
+        block = self._resident[sequences[:, None], page]
+        slots = torch.where((positions >= 0) & (block >= 0), block * BLOCK_TOKENS + offset, -1)
+        self._catch_up()
+        self._leader, self._parts = leader, []
+        self._behind = set(self._book.settings.sharers[leader]) - {leader}
+        self._book.counters.add("hot.rows", int((positions >= 0).sum()))
+        of_sequence = sequences.tolist()
+        rows_of = {s: [r for r, owner in enumerate(of_sequence) if owner == s] for s in dict.fromkeys(of_sequence)}
+        hot = {s: rows for s, rows in rows_of.items() if self._hot[s]}
+        single = [s for s, rows in hot.items() if len(rows) == 1]
+        groups = [single] if single else []
+        groups += [[s] for s, rows in hot.items() if len(rows) > 1]
+        for group in groups:
+            rows = torch.tensor([row for s in group for row in hot[s]], device=slots.device)
+            slots[rows] = self._resolve(leader, group, positions[rows])
+        return slots
+
+    def _resolve(self, leader: int, sequences: Sequence[int], positions: Tensor) -> Tensor:
+        at = torch.tensor(sequences, device=positions.device)
+        selected = positions.view(len(sequences), -1, positions.shape[1])
+        ask = Ask(selected, self._regions[at], self._resident[at], self._host[at])
+        plan = resolve_and_copy(self._book.regions(leader), ask, self._mirror, self._pool, leader)
+        part = _Part(tuple(sequences), plan)
+        self._parts.append(part)
+        self._all.append(part)
+        return plan.rows.view(-1, positions.shape[1])
+
+    def prepare(self, layer: int, batch: Batch, selection: Selection, slots: Tensor) -> None:
+        """See `RowResolver`. The leader's rows were copied when they were resolved."""
+        if layer in self._behind:
+            self._behind.remove(layer)
+            for part in self._parts:
+                replay(part.plan, self._mirror, self._pool, layer)
+                self._book.counters.add("hot.rows_replayed", int(part.plan.swaps.sum()))
+
+    def _catch_up(self) -> None:
+        """A layer that reads nothing in this step (the last one of a prompt's part) must have its rows all the same: in
+        the next step they are hits."""
+        for layer in tuple(self._behind):
+            for part in self._parts:
+                replay(part.plan, self._mirror, self._pool, layer)
+        self._behind.clear()
+
+    def void(self) -> list[Hashable]:
+        """After the step: requests that have read what was nowhere, or what wasn't theirs any more."""
+        self._catch_up()
+        wrong: dict[Hashable, None] = {}
+        for part in self._all:
+            self._book.counters.add("hot.misses", int(part.plan.swaps.sum()))
+            for place, sequence in enumerate(part.sequences):
+                stay = self._stays[sequence]
+                count = int(part.plan.swaps[place])
+                pages = set((part.plan.sources[place, :count] // BLOCK_TOKENS).tolist())
+                if int(part.plan.cold[place]):
+                    self._book.counters.add("hot.rows_cold", int(part.plan.cold[place]))
+                    wrong[stay.key] = None
+                elif self._book.host.changed(pages):
+                    self._book.counters.add("hot.rows_changed")
+                    wrong[stay.key] = None
+        return list(wrong)
