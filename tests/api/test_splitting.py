@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -18,6 +18,7 @@ from forebay.kvstore.protocol import Explained, NewChunk, TierReach, Written
 from forebay.testing import web
 from forebay.tiers.p2p.options import Address
 from forebay.workers.api.fleet import Fleet
+from forebay.workers.api.metrics import Metrics
 from forebay.workers.api.splitting import VIEWS_MAX, RemotePrefill, Splitter, StoreView, reach_of
 from forebay.workers.protocol import Description
 from tests.api.scripted import NAMESPACE, ScriptedWorker
@@ -187,6 +188,32 @@ def test_another_host_is_told_the_prompt_and_that_its_kv_will_be_fetched() -> No
             assert body["kv_transfer_params"]["do_remote_decode"] is True  # type: ignore[index]
             host.status = 429
             assert not await host.remote.prefill([1, 2, 3], None, None)
+
+    asyncio.run(play())
+
+
+class Empty(StoreView):
+    """A store that has nothing."""
+
+    async def reach(self, namespace: bytes, prompt: Sequence[int], salt: bytes, tenant: str) -> int:
+        return 0
+
+
+def test_a_host_that_answers_nobody_gathers_no_more_than_may_be_under_way_here() -> None:
+    async def play() -> None:
+        async with Host() as host:
+            host.hangs = True
+            fleet = fleet_of(OneSide)
+            splitter = Splitter(fleet, Empty("nowhere"), 10, [host.remote])
+            asking = [
+                asyncio.ensure_future(splitter.local(PROMPT, b"", "", None, None)) for _ in range(fleet.max_calls)
+            ]
+            await host.until(lambda: host.remote.running == fleet.max_calls)
+            shown = await Metrics().render(fleet, splitter)
+            assert f"forebay_split_running {float(fleet.max_calls)}".encode() in shown
+            assert not await splitter.local(PROMPT, b"", "", None, None) and splitter.counters.alone == 1
+            host.healthy = False
+            assert await asyncio.gather(*asking) == [False] * fleet.max_calls and host.remote.running == 0
 
     asyncio.run(play())
 

@@ -70,6 +70,8 @@ class _Live(Collector):
             for name in self._splitter.counters.__dataclass_fields__:
                 value = float(getattr(self._splitter.counters, name))
                 yield GaugeMetricFamily(f"forebay_split_{name}", f"prefill and decode apart: {name}", value=value)
+            running = float(sum(remote.running for remote in self._splitter.remotes))
+            yield GaugeMetricFamily("forebay_split_running", "prompts that other hosts compute", value=running)
             value = float(self._splitter.store.connections)
             yield GaugeMetricFamily("forebay_split_store_connections", "tenants' views of the store", value=value)
         states = {link.name: float(link.able) for link in fleet.links}

@@ -195,7 +195,8 @@ class Splitter:
         after it has, or has failed to."""
         if len(prompt) < self.at or self.fleet.description is None:
             return False
-        up = [remote for remote in self.remotes if remote.up]
+        # A host that takes prompts and says nothing must not gather more of them than may be under way here.
+        up = [remote for remote in self.remotes if remote.up and remote.running < self.fleet.max_calls]
         if not self.fleet.prefills and not up:
             self.counters.alone += 1
             return False
