@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(flags: dict[str, Any]) -> int:
     """Print the store's figures."""
     values = resolve("stat", SETTINGS, flags)
-    with StoreClient(str(values["socket"])) as client:
+    with StoreClient(str(values["socket"]), maps=False) as client:
         if values["what_if"] is not None:
             return _what_if(client, values)
         while True:

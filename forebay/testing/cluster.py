@@ -156,7 +156,7 @@ class Cluster:
 
     def store_values(self) -> dict[str, float]:
         """The store's figures."""
-        with StoreClient(self.store_address) as client:
+        with StoreClient(self.store_address, maps=False) as client:
             return client.stats().values
 
     def start_worker(self, name: str, *, store: bool = True, extra: tuple[str, ...] = ()) -> Process:

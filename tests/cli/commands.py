@@ -57,7 +57,7 @@ class RunningStore:
         while time.monotonic() < end:
             assert self.process is not None and self.process.poll() is None, "the store has ended"
             try:
-                with StoreClient(str(self.socket)) as client:
+                with StoreClient(str(self.socket), maps=False) as client:
                     if true(client.stats().values):  # type: ignore[operator]
                         return
             except StoreUnavailable:

@@ -108,7 +108,7 @@ class Peer(Backend):
         """The peer's figures; none while it doesn't answer."""
         assert self.process.poll() is None, (self.folder / "log").read_text()[-3000:]
         try:
-            with StoreClient(self.address) as client:
+            with StoreClient(self.address, maps=False) as client:
                 return client.stats().values
         except StoreError:
             return {}

@@ -54,7 +54,7 @@ class Store:
         while True:
             assert self.process.poll() is None and time.monotonic() < until, "the store did not start"
             try:
-                with StoreClient(self.address) as client:
+                with StoreClient(self.address, maps=False) as client:
                     if client.stats().values["host.bytes_budget"] >= MEMORY:
                         return
             except StoreUnavailable:

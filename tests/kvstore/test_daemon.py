@@ -102,6 +102,16 @@ def test_garbage_and_giant_frames_cost_only_their_own_connection(store: Store) -
         assert client.stats().values["store.connections"] == 1
 
 
+def test_who_only_asks_maps_no_memory_before_it_is_promised_a_chunk(store: Store) -> None:
+    spec, tokens = namespace(), list(range(2 * CHUNK))
+    with StoreClient(store.address, maps=False) as client:
+        assert client.stats().values["host.bytes_budget"] >= MEMORY
+        client.register(spec)
+        assert len(client._client.extents) == 0
+        assert put(client, spec, tokens) == 4 and get(client, spec, tokens).hit == len(tokens)
+        assert len(client._client.extents) > 0
+
+
 def test_a_second_daemon_on_the_same_socket_is_refused_by_name(store: Store) -> None:
     second = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(store.socket), str(MEMORY)], capture_output=True, text=True, timeout=20

@@ -39,7 +39,7 @@ class TellingStore(FileStore):
         while True:
             assert self.process.poll() is None and time.monotonic() < until
             try:
-                with StoreClient(self.address) as client:
+                with StoreClient(self.address, maps=False) as client:
                     client.stats()
                     return
             except StoreError:

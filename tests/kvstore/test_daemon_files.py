@@ -39,7 +39,7 @@ class FileStore(Store):
         while True:
             assert self.process.poll() is None and time.monotonic() < until, "the store did not start"
             try:
-                with StoreClient(self.address) as client:
+                with StoreClient(self.address, maps=False) as client:
                     client.stats()
                     return
             except StoreError:
@@ -49,7 +49,7 @@ class FileStore(Store):
         """Figures once every copy to the files has ended."""
         until = time.monotonic() + 10
         while time.monotonic() < until:
-            with StoreClient(self.address) as client:
+            with StoreClient(self.address, maps=False) as client:
                 values = client.stats().values
             if values["tier.fs.stores_running"] == 0:
                 return values

@@ -47,7 +47,7 @@ class TierStore(Store):
         while time.monotonic() < until:
             assert self.process is not None and self.process.poll() is None, "the store has ended"
             try:
-                with StoreClient(self.address) as client:
+                with StoreClient(self.address, maps=False) as client:
                     values = client.stats().values
                     if true(values):
                         return values

@@ -76,7 +76,7 @@ def start_store(folder: Path) -> Running:
 def store_values(folder: Path) -> dict[str, float]:
     """The store's figures; empty while it doesn't answer."""
     try:
-        with StoreClient(f"{folder}/store.sock") as client:
+        with StoreClient(f"{folder}/store.sock", maps=False) as client:
             return client.stats().values
     except StoreError:
         return {}

@@ -61,7 +61,8 @@ class AsyncStoreClient(PromiseCalls):
     Any call on a lost connection raises StoreUnavailable; `connect` may then be called again. After that
     all leases and reservations from before are gone, and views into the old mapping must not be written.
     Clients that are given the same `group` (16 bytes or so that nobody else guesses) share leases. One that is given a
-    `tenant` ("" too) can only list, explain and count what that tenant has, and maps no memory.
+    `tenant` ("" too) can only list, explain and count what that tenant has, and maps no memory. One without `maps`
+    maps it only when it is first promised a chunk: for questions, since a large pool takes a while.
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class AsyncStoreClient(PromiseCalls):
         timeout_s: float = 5.0,
         group: bytes = b"",
         tenant: str | None = None,
+        maps: bool = True,
     ) -> None:
         self._path = socket_path(address)
+        self._maps = maps and tenant is None
         self._timeout_s = timeout_s
         self._session = Session(kind, group, tenant)
         self._socket: socket.socket | None = None
@@ -110,7 +113,7 @@ class AsyncStoreClient(PromiseCalls):
             hello = self._session.hello()
             welcome, descriptors = await asyncio.wait_for(self._ask(hello.rid, hello), self._timeout_s)
             self._session.welcome(expect(welcome, Welcome), descriptors)
-            if self._session.tenant is None:
+            if self._maps:
                 await self.map_extents()
         except TimeoutError as error:
             await self.close()

@@ -41,6 +41,8 @@ class StoreClient:
 
         with StoreClient("unix:///run/forebay/store.sock") as store:
             print(store.stats().values["host.chunks"])
+
+    Without `maps` the store's memory, which takes a while if it is large, is mapped only for the first promised chunk.
     """
 
     def __init__(
@@ -51,8 +53,11 @@ class StoreClient:
         timeout_s: float = 5.0,
         group: bytes = b"",
         tenant: str | None = None,
+        maps: bool = True,
     ) -> None:
-        self._client = AsyncStoreClient(address, kind=kind, timeout_s=timeout_s, group=group, tenant=tenant)
+        self._client = AsyncStoreClient(
+            address, kind=kind, timeout_s=timeout_s, group=group, tenant=tenant, maps=maps
+        )  # fmt: skip
         self._loop = asyncio.new_event_loop()
 
     def __enter__(self) -> StoreClient:

@@ -134,7 +134,7 @@ class PeerStore(TierStore):
     @property
     def tier_pid(self) -> int:
         """Process of the p2p tier."""
-        with StoreClient(self.address) as client:
+        with StoreClient(self.address, maps=False) as client:
             (tier,) = client.stats().tiers
         return int(tier["pid"])
 
