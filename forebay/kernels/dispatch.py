@@ -57,6 +57,8 @@ EXACT = (torch.float32,)
 CAPABILITIES = {
     "attend": Capability(FLOATS, FP8, widest=256),
     "latent": Capability(FLOATS, FP8, widest=1024),
+    "sparse": Capability(FLOATS, widest=1024),
+    "index": Capability(EXACT, (*FLOATS, torch.uint8), widest=256),
     "move": Capability((torch.uint8,)),
     "hot": Capability((torch.int64,)),
     "norm": Capability(EXACT, widest=65536),

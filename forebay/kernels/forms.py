@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.batch import Batch
+from forebay.kernels.chosen import in_order
 from forebay.kernels.experts import Activation, Stack
 from forebay.kernels.gpu import library
 from forebay.kernels.gpu.attend import Tiling, attend
@@ -16,11 +18,13 @@ from forebay.kernels.gpu.choose import choose
 from forebay.kernels.gpu.experts import Sizes
 from forebay.kernels.gpu.experts import activate as activate_rows
 from forebay.kernels.gpu.experts import mix as mix_stacks
+from forebay.kernels.gpu.indexer import pick_columns, score_keys
 from forebay.kernels.gpu.latent import attend_latents
 from forebay.kernels.gpu.move import move
 from forebay.kernels.gpu.norm import add_norm
 from forebay.kernels.gpu.rotary import norm_rotate_write, rotate_
 from forebay.kernels.gpu.route import route
+from forebay.kernels.gpu.sparse import attend_chosen
 from forebay.kernels.moe import Routes
 from forebay.kernels.moving import Pattern
 from forebay.kernels.narrow import KvScales
@@ -30,9 +34,12 @@ from forebay.kernels.rotary import Turn
 from forebay.kernels.tuning.tables import sizes_for
 
 __all__ = [
-    "activate", "add_norm", "choose", "latent_attention", "mix", "move_granules", "norm_rotate_write",
-    "paged_attention", "rotate", "route",
+    "activate", "add_norm", "choose", "choose_positions", "latent_attention", "mix", "move_granules",
+    "norm_rotate_write", "paged_attention", "rotate", "route", "sparse_latent_attention",
 ]  # fmt: skip
+
+SCORE_BYTES = 256 * 2**20
+"""The most that scores of an index take at a time."""
 
 
 def paged_attention(q: Tensor, pool: Tensor, layer: int, batch: Batch, group: str, scores: Scores) -> Tensor:
@@ -84,6 +91,34 @@ def latent_attention(
     where, tiling = of_batch(batch, group), _tiling(q, batch, "latent.decode")
     scores = Scores(scale, k_scale=None if scales is None else scales.k)
     return attend_latents(q.contiguous(), pool, layer, where, scores, rank=rank, tiling=tiling).out
+
+
+def sparse_latent_attention(q: Tensor, pool: Tensor, layer: int, slots: Tensor, scale: float, rank: int) -> Tensor:
+    """See `forebay.kernels.sparse.sparse_latent_attention`."""
+    tiling = sizes_for(
+        library.architecture(q.device), "latent.decode", Tiling, dim=q.shape[2], context=slots.shape[1]
+    )
+    return attend_chosen(q.contiguous(), pool, layer, slots.contiguous(), scale, rank=rank, tiling=tiling).out
+
+
+def choose_positions(
+    q: Tensor, weights: Tensor, pool: Tensor, layer: int, tables: Tensor, sequences: Tensor, ends: Tensor,
+    longest: int, count: int,
+) -> Tensor:  # fmt: skip
+    """For each row, which sees its sequence's first `ends` int64 [R] positions, of `longest` at most, the `count` best
+    of these: int64 [R, count], the best first, -1 behind the last."""
+    q = q if pool.dtype == torch.uint8 else q.to(pool.dtype)
+    parts = []
+    step = max(1, SCORE_BYTES // (4 * longest))
+    for begin in range(0, len(q), step):
+        part = slice(begin, begin + step)
+        scores = score_keys(
+            q[part].contiguous(), weights[part].contiguous(), pool, layer, tables, sequences[part], ends[part], longest
+        )
+        columns = pick_columns(scores, count)
+        worth = scores.gather(1, columns.clamp_min(0)).masked_fill_(columns < 0, -math.inf)
+        parts.append(in_order(worth, columns))
+    return torch.cat(parts)
 
 
 def _tiling(q: Tensor, batch: Batch, kind: str) -> Tiling:

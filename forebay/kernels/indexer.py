@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.batch import BLOCK_TOKENS, Batch
-from forebay.kernels.chosen import Selection, best_columns, in_order, physical_rows, sequence_of_rows
+from forebay.kernels.chosen import NONE, Selection, best_columns, in_order, physical_rows, sequence_of_rows
+from forebay.kernels.dispatch import dispatch
 from forebay.kernels.scratch import gather_rows
 
 FP8_MAX = 448.0
@@ -98,14 +99,21 @@ def choose_positions(
     """For each row of the batch, or for `rows` int64 alone, which ascend, the `top_k` best of its own sequence's
     positions up to itself.
 
-    `q` [R, heads, dim] and `weights` [R, heads] are these rows', fp32 or fp64. The batch's own keys must have been
-    written. Mutates nothing. Blocks.
+    `q` [R, heads, dim] and `weights` [R, heads] are these rows'; scores are computed in the dtype of `weights`, fp32 or
+    fp64. The batch's own keys must have been written. Mutates nothing. Blocks.
     """
     sequences = sequence_of_rows(batch)
     rows = torch.arange(len(sequences), device=sequences.device) if rows is None else rows
     sequences = sequences.index_select(0, rows)
-    width = min(top_k, max(span.total_len for span in batch.spans))
-    out = torch.full((len(rows), width), -1, dtype=torch.int64, device=rows.device)
+    longest = max(span.total_len for span in batch.spans)
+    width = min(top_k, longest)
+    if dispatch().choose("index", weights, pool) == "triton":
+        from forebay.kernels import forms
+
+        tables, ends = batch.groups[group].block_tables, batch.positions.index_select(0, rows) + 1
+        args = (q, weights, pool, layer_in_group, tables, sequences, ends, longest, width)
+        return Selection(rows, sequences, forms.choose_positions(*args))
+    out = torch.full((len(rows), width), NONE, dtype=torch.int64, device=rows.device)
     begin = 0
     for index, count in enumerate(torch.bincount(sequences, minlength=len(batch.spans)).tolist()):
         if not count:
@@ -113,8 +121,8 @@ def choose_positions(
         part, span = slice(begin, begin + count), batch.spans[index]
         blocks = batch.groups[group].block_tables[index, : (span.total_len - 1) // BLOCK_TOKENS + 1]
         ends = batch.positions.index_select(0, rows[part]) + 1
-        keys = Keys(pool, layer_in_group, blocks, q.dtype)
-        _choose(q[part], weights[part], keys, ends, out[part])
+        keys = Keys(pool, layer_in_group, blocks, weights.dtype)
+        _choose(q[part].to(weights.dtype), weights[part], keys, ends, out[part])
         begin += count
     return Selection(rows, sequences, out)
 

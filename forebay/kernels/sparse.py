@@ -12,6 +12,7 @@ from torch import Tensor
 
 from forebay.kernels.batch import BLOCK_TOKENS
 from forebay.kernels.chosen import physical_rows
+from forebay.kernels.dispatch import dispatch
 from forebay.kernels.scratch import gather_rows
 
 GATHER_BYTES = 4 * 2**20
@@ -35,6 +36,10 @@ def sparse_latent_attention(
     weighted sum of latents; zeros for a query that has none. Mutates nothing.
     """
     assert pool.dtype == q.dtype, (pool.dtype, q.dtype)
+    if dispatch().choose("sparse", q, pool) == "triton":
+        from forebay.kernels import forms
+
+        return forms.sparse_latent_attention(q, pool, layer_in_group, slots, scale, rank)
     q = q * scale
     out = q.new_empty(q.shape[0], q.shape[1], rank)
     size = max(1, GATHER_BYTES // max(1, slots.shape[1] * q.shape[2] * q.element_size()))

@@ -85,6 +85,8 @@ def _read_index(config: Config, known: _Defaults, rotated: int) -> IndexShape:
         raise config.broken(f"index_head_dim {dim} is less than the {rotated} dimensions that are rotated")
     if keys not in ("model", "fp8"):
         raise config.unsupported(f"index keys in {keys!r}, which is neither 'model' nor 'fp8', are not supported")
+    if keys == "fp8" and dim % 4:
+        raise config.unsupported(f"index keys of {dim} values, which isn't a multiple of 4, are not supported in FP8")
     heads = config.size("index_n_heads", known.index_heads)
     return IndexShape(heads, dim, config.size("index_topk", 2048), pairs=known.pairs, scaled=keys == "fp8")
 

@@ -174,9 +174,7 @@ class _Index:
         if rows is not None:
             q, weights = q.index_select(0, rows), weights.index_select(0, rows)
         pool = kv[name]
-        return choose_positions(
-            q.to(self._exact), weights, pool, self._layer_in_group, batch, name, shape.top_k, rows
-        )
+        return choose_positions(q, weights, pool, self._layer_in_group, batch, name, shape.top_k, rows)
 
     def _turned(self, x: Tensor, batch: Batch) -> Tensor:
         """`x` [T, heads, dim], its first values rotated, in its dtype."""

@@ -14,7 +14,20 @@ from forebay.kernels.ahead.targets import Target
 from forebay.kernels.choose import Choices
 from forebay.kernels.experts import Activation, Stack
 from forebay.kernels.formats import Scaled, scale_shape
-from forebay.kernels.gpu import attend, choose, experts, hot, latent, merge, move, norm, rotary, route
+from forebay.kernels.gpu import (
+    attend,
+    choose,
+    experts,
+    hot,
+    indexer,
+    latent,
+    merge,
+    move,
+    norm,
+    rotary,
+    route,
+    sparse,
+)
 from forebay.kernels.gpu.attend import Tiling
 from forebay.kernels.gpu.experts import Sizes
 from forebay.kernels.hot import Ask, Mirror, SwapPlan, new_regions
@@ -102,6 +115,29 @@ def _latent(heads: int, *, fp8: bool = False) -> Start:
         latent.attend_latents(q, pool, 3, _batch(1, 4095), scores, rank=512, tiling=tiling)
 
     return start
+
+
+def _sparse(heads: int) -> Start:
+    def start(_: Target, tiling: Tiling) -> None:
+        slots = torch.empty(8, 2048, dtype=torch.int64, device=META)
+        pool = empty(BLOCKS, 78, 1, 1, 16, 576)
+        sparse.attend_chosen(empty(8, heads, 576), pool, 3, slots, 0.1, rank=512, tiling=tiling)
+
+    return start
+
+
+def _score(heads: int, *, scaled: bool = False) -> Start:
+    def start(_: Target, __: object) -> None:
+        whole, rows, n = torch.int64, 8, 2**17
+        pool = empty(BLOCKS, 21, 1, 1, 16, 132, dtype=torch.uint8) if scaled else empty(BLOCKS, 21, 1, 1, 16, 128)
+        tables, column = empty(rows, n // 16, dtype=whole), empty(rows, dtype=whole)
+        indexer.score_keys(empty(rows, heads, 128), exact(rows, heads), pool, 3, tables, column, column, n)
+
+    return start
+
+
+def _pick(_: Target, __: object) -> None:
+    indexer.pick_columns(exact(8, 2**17), 2048)
 
 
 def _products(count: int, n: int, k: int, form: str, *, both: bool = False) -> Start:
@@ -229,6 +265,10 @@ CASES = (
     Case("attend_kernel", "decode, Llama 3 8B, FP8 KV", _attend(32, 8, 128, 1, fp8=True), "attend.decode", Tiling, 128),
     Case("latent_kernel", "DeepSeek V3", _latent(128), "latent.decode", Tiling),
     Case("latent_kernel", "DeepSeek V3, FP8 KV", _latent(128, fp8=True), "latent.decode", Tiling),
+    Case("sparse_kernel", "GLM-5, 2048 rows", _sparse(64), "latent.decode", Tiling),
+    Case("score_kernel", "DeepSeek V3.2", _score(64)),
+    Case("score_kernel", "GLM-5, FP8 keys", _score(32, scaled=True)),
+    Case("pick_kernel", "2048 of 131072", _pick),
     Case("add_norm_kernel", "Llama 3 8B", _norm),
     Case("turn_kernel", "rotation, Llama 3 8B", _rope),
     Case("turn_kernel", "norm, rotation, write, Qwen 3 8B", _write_plain),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from forebay.kernels import choose, experts, moe, norm, paged, rotary
 from forebay.kernels.choose import Choices
+from forebay.kernels.chosen import best_columns
 from forebay.kernels.experts import Activation, Stack
 from forebay.kernels.formats import as_fnuz
-from forebay.kernels.gpu import attend, latent, move
+from forebay.kernels.gpu import attend, indexer, latent, move, sparse
 from forebay.kernels.gpu import choose as gpu_choose
 from forebay.kernels.gpu import experts as gpu_experts
 from forebay.kernels.gpu import norm as gpu_norm
@@ -20,11 +22,13 @@ from forebay.kernels.gpu import rotary as gpu_rotary
 from forebay.kernels.gpu import route as gpu_route
 from forebay.kernels.gpu.attend import Tiling
 from forebay.kernels.gpu.experts import Sizes
+from forebay.kernels.indexer import index_scores, write_keys
 from forebay.kernels.moe import Routing
 from forebay.kernels.moving import Pattern
 from forebay.kernels.paged import Scores
 from forebay.kernels.ragged import Ragged, ragged
 from forebay.kernels.rotary import HeadNorms, Turn
+from forebay.kernels.sparse import sparse_latent_attention_reference
 
 WITHIN = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Of the largest value that there should be."""
@@ -116,6 +120,39 @@ def check_latent(place: Place) -> None:
         wanted = paged.attend_latents(q.cpu(), pool.cpu(), 1, _host(where), Scores(0.1), rank=64)
         close(found.out, wanted.out, place)
         close(found.lse.values, wanted.lse.values, place)
+
+
+def check_sparse(place: Place) -> None:
+    """Rows that are there, some that aren't, and a query that has chosen none; whole and split."""
+    q, pool = place.noise(3, 6, 96), place.noise(5, 2, 1, 1, 16, 96, seed=1)
+    slots = torch.tensor([[70, 3, 17, 33, -1], [64, 1, 2, -1, -1], [-1] * 5], device=place.device)
+    wanted = sparse_latent_attention_reference(q.cpu(), pool.cpu(), 1, slots.cpu(), scale=0.1, rank=64)
+    for splits in (1, 2):
+        tiling = Tiling(rows=16, keys=16, splits=splits)
+        close(sparse.attend_chosen(q, pool, 1, slots, 0.1, rank=64, tiling=tiling).out, wanted, place)
+
+
+def check_index(place: Place) -> None:
+    """Scores of keys in both forms, and the best of them; values whose products are exact choose the same."""
+    rng = torch.Generator().manual_seed(3)
+    keys = torch.randint(-3, 4, (80, 16), generator=rng).float()
+    q, weights = (torch.randint(-3, 4, shape, generator=rng).float() for shape in ((2, 3, 16), (2, 3)))
+    tables, ends = torch.tensor([[4, 0, 2], [3, 1, -1]]), torch.tensor([40, 23])
+    for scaled in (False, True):
+        pool = torch.zeros(5, 2, 1, 1, 16, 20, dtype=torch.uint8) if scaled else torch.zeros(5, 2, 1, 1, 16, 16)
+        write_keys(pool, 1, torch.arange(80), keys)
+        sides = (tables, torch.arange(2), ends)
+        there = pool.to(place.device) if scaled else pool.to(place.device, place.dtype)
+        found = indexer.score_keys(
+            q.to(place.device, torch.float32 if scaled else place.dtype), weights.to(place.device), there, 1,
+            *(side.to(place.device) for side in sides), 48,
+        )  # fmt: skip
+        for row, end in enumerate(ends.tolist()):
+            mine = keys.view(5, 16, 16)[tables[row]].flatten(0, 1)[:end]
+            close(found[row, :end], index_scores(q[row : row + 1], weights[row : row + 1], mine)[0], place)
+        assert bool((found[0, 40:] == -math.inf).all())
+        columns = indexer.pick_columns(found, 7)
+        assert torch.equal(columns.cpu(), best_columns(found.cpu(), 7))
 
 
 def check_move(place: Place) -> None:
@@ -212,6 +249,8 @@ def _stack(place: Place, form: str, n: int, k: int) -> Stack:
 CHECKS: dict[str, Check] = {
     "attend": check_attend,
     "latent": check_latent,
+    "sparse": check_sparse,
+    "index": check_index,
     "move": check_move,
     "norm": check_norm,
     "turn": check_turn,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "kernels.md"
-KERNELS = 15
+KERNELS = 18
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

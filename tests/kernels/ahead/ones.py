@@ -9,7 +9,7 @@ from forebay.kernels.ahead.record import recorded
 from forebay.kernels.ahead.targets import TARGETS, compile_for
 from forebay.kernels.choose import Choices
 from forebay.kernels.experts import Activation, Stack
-from forebay.kernels.gpu import attend, choose, experts, latent, merge, move, norm, rotary, route
+from forebay.kernels.gpu import attend, choose, experts, indexer, latent, merge, move, norm, rotary, route, sparse
 from forebay.kernels.gpu.attend import Tiling
 from forebay.kernels.gpu.experts import Sizes
 from forebay.kernels.lse import Lse
@@ -27,6 +27,10 @@ def launch_all() -> None:
     attend.attend(empty(1, 4, 64), pool, 0, where, Scores(0.1, window=1), Tiling(16, 32, 2))
     attend.attend(empty(1, 1, 64), pool, 0, where, Scores(1.0, cap=1.0), Tiling(16, 32, 1))
     latent.attend_latents(empty(1, 1, 96), latents, 0, where, Scores(0.1), rank=64, tiling=Tiling(16, 16, 2))
+    one = empty(1, 1, dtype=torch.int64)
+    sparse.attend_chosen(empty(1, 1, 96), latents, 0, one, 0.1, rank=64, tiling=Tiling(16, 16, 1))
+    indexer.score_keys(empty(1, 1, 16), exact(1, 1), empty(1, 1, 1, 1, 16, 16), 0, one, one[0], one[0], 1)
+    indexer.pick_columns(exact(1, 1), 1)
     merge.merge(exact(1, 1, 1, 1), Lse(exact(1, 1, 1), "2"), torch.bfloat16)
     norm.add_norm(exact(1, 1), None, exact(1), 1e-6, torch.bfloat16)
     rotary.rotate_(empty(1, 1, 2), Turn(exact(1, 1), exact(1, 1), pairs=True))
