@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from forebay.kernels.chosen import resident_slots
 from forebay.kernels.hot import (
     Ask,
     Mirror,
@@ -21,6 +22,7 @@ from forebay.kernels.hot import (
     resolve,
     row_sizes,
 )
+from forebay.kernels.sparse import sparse_latent_attention
 from tests.kernels.naive_hot import STREAMS, Case, NaiveStep, stream
 
 SEEDS = int(os.environ.get("FOREBAY_HOT_SEEDS", "150"))
@@ -167,6 +169,31 @@ def test_every_layer_keeps_its_own_rows() -> None:
                 position = selected[0, 0]
                 row = host[0][position // 16] * 16 + position % 16
                 assert torch.equal(found, _value(layer, row, width))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_attention_over_resolved_rows_has_the_bits_of_attention_over_resident_ones(dtype: torch.dtype) -> None:
+    """Some pages on the device, others in host memory alone: the same rows in the same order are the same sums."""
+    layers, width, rank, pages, k = 2, 24, 16, 12, 20
+    noise, rng = torch.Generator().manual_seed(3), random.Random(3)
+    whole = torch.randn(pages, layers, 1, 1, 16, width, generator=noise, dtype=torch.float64).to(dtype)
+    pool = torch.cat((torch.full_like(whole, torch.nan), torch.zeros_like(whole)))
+    memory = whole.view(-1).view(torch.uint8)
+    mirror = Mirror(memory, torch.arange(pages) * (len(memory) // pages))
+    regions = new_regions(1, 48)
+    regions.blocks[0] = torch.tensor([pages + 4, pages + 1, pages + 9])
+    here = torch.arange(pages)[None]
+    steps = stream("walk", rng, pages * 16, k, 48)
+    for step in range(30):
+        resident = torch.where(torch.rand(1, pages, generator=noise) < 0.3, here, -1)
+        pool[resident[resident >= 0]] = whole[resident[resident >= 0]]
+        selected, q = torch.tensor([next(steps)]), torch.randn(1, 3, width, generator=noise).to(dtype)
+        plan = resolve(regions, Ask(selected[None], torch.tensor([0]), resident, here))
+        expected = resident_slots(here, torch.zeros(1, dtype=torch.int64), selected)
+        for layer in range(layers):
+            copy_rows(plan, mirror, pool, layer)
+            found = sparse_latent_attention(q, pool, layer, plan.rows[0], scale=0.2, rank=rank)
+            assert torch.equal(found, sparse_latent_attention(q, whole, layer, expected, scale=0.2, rank=rank)), step
 
 
 def test_rows_beyond_two_to_the_31_are_counted_right(tmp_path: Path) -> None:

@@ -1,0 +1,146 @@
+"""A context of a million tokens on a device pool of 64 MiB: a tiny sparse model, its rows in the store's pool.
+
+    python -m benchmarks.million DIRECTORY                      the whole of it: hours; what it will take is said first
+    python -m benchmarks.million DIRECTORY --tokens 16384       minutes
+
+All that is computed goes to the store, whose files are in DIRECTORY: end it, or kill it, and the same command goes on
+from there. The model has two layers, the second of which shares what the first one chooses: 64 positions of all; its
+index has two heads of 32, keys in FP8, so 36 MiB of a million tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import threading
+import time
+from pathlib import Path
+
+import httpx
+
+from forebay.testing.cluster import Cluster
+
+TOP_K, ROWS, CHUNK, VOCAB = 64, 4096, 1024, 512
+PROBE = 4096
+TOLD_S = 30.0
+
+
+def make_model(folder: Path, longest: int) -> Path:
+    """The checkpoint, made once. Needs the package transformers."""
+    path = folder / "model"
+    if (path / "config.json").is_file():
+        return path
+    import torch
+    import transformers
+
+    config = transformers.GlmMoeDsaConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, q_lora_rank=32, kv_lora_rank=48, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16,
+        index_n_heads=2, index_head_dim=32, index_topk=TOP_K, indexer_types=["full", "shared"],
+        mlp_layer_types=["dense", "dense"], max_position_embeddings=longest, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.GlmMoeDsaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+class Run:
+    """A store, a worker and its front end, and one long request."""
+
+    def __init__(self, folder: Path, tokens: int, device_memory: str) -> None:
+        self._prompt = prompt_of(tokens)
+        self._cluster = Cluster(
+            folder, make_model(folder, 2 * max(tokens, 1 << 20)), dtype="float32", chunk_tokens=CHUNK, threads=2,
+            memory="2GiB", device_memory=device_memory,
+        )  # fmt: skip
+        self._cluster.start_store()
+        self._cluster.start_worker(
+            "worker",
+            extra=(
+                "--hot-buffers", "--hot-buffer-rows", str(ROWS), "--hot-buffer-pool-tokens", "24576",
+                "--index-cache-dtype", "fp8", "--max-num-batched-tokens", str(ROWS // TOP_K),
+                "--lookup-deadline", "600s",
+            ),
+        )  # fmt: skip
+        self._cluster.start_frontend("front", "worker")
+        self._answer: dict[str, object] = {}
+
+    def ask(self, tokens: int, count: int) -> float:
+        """Ask with the first `tokens` of the prompt; seconds until the last of `count` answers."""
+        body = Cluster.body(self._prompt[:tokens], count)
+        began = time.monotonic()
+        with httpx.Client(timeout=None, trust_env=False) as client:
+            told = client.post(f"{self._cluster.url('front')}/v1/completions", json=body)
+        told.raise_for_status()
+        self._answer = told.json()
+        return time.monotonic() - began
+
+    def estimate(self) -> float:
+        """Hours, from two short prompts: what a token costs, and what it costs more for each that stands before it."""
+        short, long = (self.ask(tokens, 1) / tokens for tokens in (PROBE, 4 * PROBE))
+        growth = max(0.0, (long - short) / (1.5 * PROBE))  # the mean position moves by so much
+        fixed = max(1e-6, short - growth * PROBE / 2)
+        return (fixed + growth * len(self._prompt) / 2) * len(self._prompt) / 3600
+
+    def through(self, count: int) -> None:
+        """The whole prompt and `count` tokens of answer, telling how it gets on."""
+        asking = threading.Thread(target=self.ask, args=(len(self._prompt), count))
+        asking.start()
+        began = time.monotonic()
+        while asking.is_alive():
+            asking.join(TOLD_S)
+            self._tell(time.monotonic() - began)
+        choice = self._answer["choices"][0]  # type: ignore[index]
+        details = self._answer["usage"].get("prompt_tokens_details") or {}  # type: ignore[attr-defined]
+        print(f"answer: {choice['token_ids']}; {details.get('cached_tokens', 0):,} tokens of the prompt were stored")
+
+    def _tell(self, seconds: float) -> None:
+        cluster = self._cluster
+        done = cluster.figure("front", "tokens.prefilled")
+        missed, held = cluster.figure("front", "hot.misses"), cluster.figure("front", "hot.host_pages") * 16
+        peaks = {name: peak_rss(process.pid) >> 20 for name, process in cluster.processes.items()}
+        print(
+            f"{seconds:8.0f} s: {done:,.0f} tokens computed; {held:,.0f} read in the store's pool, {missed:,.0f} rows "
+            f"copied from there; peak MiB {peaks}", flush=True,
+        )  # fmt: skip
+
+    def end(self) -> None:
+        """End all processes."""
+        self._cluster.stop()
+
+
+def peak_rss(pid: int) -> int:
+    """Bytes of memory that a process has had at most; 0 if it has gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), 0)
+
+
+def prompt_of(tokens: int) -> list[int]:
+    """The same for ever, and a shorter one is the beginning of a longer one."""
+    rng = random.Random(20)
+    return [rng.randrange(VOCAB) for _ in range(tokens)]
+
+
+def main() -> None:
+    """Run what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where the model, the store's files and the logs are kept")
+    parser.add_argument("--tokens", type=int, default=1 << 20, help="of the prompt")
+    parser.add_argument("--answer", type=int, default=32, help="tokens to decode")
+    parser.add_argument("--device-memory", default="64MiB")
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    run = Run(args.folder, args.tokens, args.device_memory)
+    try:
+        if args.tokens > 8 * PROBE:
+            print(f"estimated: {run.estimate():.1f} hours for {args.tokens:,} tokens, less what is stored", flush=True)
+        run.through(args.answer)
+    finally:
+        run.end()
+
+
+if __name__ == "__main__":
+    main()
