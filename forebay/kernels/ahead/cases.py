@@ -243,7 +243,8 @@ def _resolve(rows: int) -> Start:
 
 def _replay(_: Target, __: object) -> None:
     whole = torch.int64
-    plan = SwapPlan(*(empty(8, 2048, dtype=whole) for _ in range(3)), empty(8, dtype=whole), empty(8, dtype=whole))
+    rows, sources, targets = (empty(8, 2048, dtype=whole) for _ in range(3))
+    plan = SwapPlan(rows, sources, targets, empty(8, dtype=whole), empty(8, dtype=whole))
     mirror = Mirror(empty(2**40, dtype=torch.uint8), empty(2**24, dtype=whole))
     hot.replay(plan, mirror, empty(BLOCKS, 78, 1, 1, 16, 576), 3)
 

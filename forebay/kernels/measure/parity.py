@@ -141,11 +141,11 @@ def check_index(place: Place) -> None:
     for scaled in (False, True):
         pool = torch.zeros(5, 2, 1, 1, 16, 20, dtype=torch.uint8) if scaled else torch.zeros(5, 2, 1, 1, 16, 16)
         write_keys(pool, 1, torch.arange(80), keys)
-        sides = (tables, torch.arange(2), ends)
+        at, sequences, seen = (side.to(place.device) for side in (tables, torch.arange(2), ends))
         there = pool.to(place.device) if scaled else pool.to(place.device, place.dtype)
         found = indexer.score_keys(
-            q.to(place.device, torch.float32 if scaled else place.dtype), weights.to(place.device), there, 1,
-            *(side.to(place.device) for side in sides), 48,
+            q.to(place.device, torch.float32 if scaled else place.dtype), weights.to(place.device), there, 1, at,
+            sequences, seen, 48,
         )  # fmt: skip
         for row, end in enumerate(ends.tolist()):
             mine = keys.view(5, 16, 16)[tables[row]].flatten(0, 1)[:end]
