@@ -21,6 +21,7 @@ from forebay.kernels.batch import Batch, pack_batch
 from forebay.kernels.cache import gather_granules, slot_rows, write_rows
 from forebay.kernels.mla import latent_attention
 from forebay.kernels.moe import Routing, mix_experts, route
+from forebay.kernels.narrow import KvScales, narrow
 from forebay.models.layers import RMSNorm
 from forebay.models.rope import rotate
 
@@ -39,6 +40,7 @@ def main() -> int:
     with torch.inference_mode():
         for batch, context in ((1, 4096), (8, 2048)):
             decode(report, batch, context)
+        narrow_decode(report, 8, 2048)
         for rows, context in ((1024, 0), (512, 2048)):
             prefill(report, rows, context)
         latents(report)
@@ -100,6 +102,22 @@ def decode(report: Report, count: int, context: int) -> None:
     name = f"decode {count} x {context}"
     report.add(
         Measure(name, size / ours, "GB/s of KV", size / peer, size / limit, peer / ours, ">= 1 x SDPA", ours <= peer)
+    )
+
+
+def narrow_decode(report: Report, count: int, context: int) -> None:
+    """The same with KV in FP8, beside it in bf16: half of the bytes are read, and each value is widened."""
+    batch, blocks = paged([(1, context - 1)] * count)
+    pool, q = noise(blocks, 1, 2, KV_HEADS, 16, DIM), noise(count, HEADS, DIM)
+    scales = KvScales(torch.full((KV_HEADS,), 0.02), torch.full((KV_HEADS,), 0.02))
+    small = narrow(pool, scales.k[:, None, None], torch.float8_e4m3fn)
+    ours, wide = in_turns(
+        lambda: paged_attention(q, small, 0, batch, "g", scale=0.1, scales=scales),
+        lambda: paged_attention(q, pool, 0, batch, "g", scale=0.1),
+    )
+    tokens = count * context / 1e6
+    report.add(
+        Measure(f"decode {count} x {context}, FP8 KV", tokens / ours, "M tokens/s", tokens / wide, None, wide / ours)
     )
 
 

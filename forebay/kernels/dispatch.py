@@ -160,6 +160,8 @@ def why_not(facts: Facts) -> Reason:
         return f"it computes in {facts.computed}, and can't take {facts.stored} with it"
     if kind == "cpu" and torch.bfloat16 in (facts.computed, facts.stored):
         return "Triton's interpreter computes wrongly in bfloat16"
+    if kind == "cpu" and facts.stored == torch.float8_e4m3fnuz:
+        return "Triton's interpreter doesn't know float8_e4m3fnuz"
     return f"its rows have {can.widest} values at most" if facts.wide else ""
 
 

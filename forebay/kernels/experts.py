@@ -91,12 +91,15 @@ def expert_products(x: Tensor, stack: Stack, chosen: Tensor, weights: Tensor | N
     return out.to(x.dtype)
 
 
+Kind = Literal["swiglu", "clamped", "situ", "geglu"]
+
+
 @dataclass(frozen=True, slots=True)
 class Activation:
     """"swiglu": silu(gate) * up, "geglu" the same with gelu, by tanh. "clamped": gpt-oss's, gate and up alternating.
     "situ": both sides bent by tanh, at `beta` and `linear`. Otherwise gate and up lie side by side."""
 
-    kind: Literal["swiglu", "clamped", "situ", "geglu"] = "swiglu"
+    kind: Kind = "swiglu"
     alpha: float = 1.702
     limit: float = 7.0
     beta: float = 4.0

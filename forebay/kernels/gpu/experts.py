@@ -9,13 +9,14 @@ activations in MXFP8, goes to the tensor cores as it is where they take it (sm_1
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.experts import Activation, Sorted, Stack
+from forebay.kernels.experts import Activation, Kind, Sorted, Stack
 from forebay.kernels.formats import Scaled
 from forebay.kernels.gpu.route import sort_choices
 from forebay.kernels.moe import Routes
@@ -23,8 +24,8 @@ from forebay.kernels.moe import Routes
 PLAIN, FP8, FP8_BOTH, MXFP4, MXFP4_NATIVE = (tl.constexpr(form) for form in range(5))
 SCALE_BLOCK = tl.constexpr(128)
 ROW_BLOCK = 1024
-KINDS = ("swiglu", "clamped", "situ", "geglu")
-"""Of activations: what the kernel calls them."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+"""Of activations, as the kernel numbers them."""
 
 
 @triton.jit

@@ -197,6 +197,14 @@ def check_turn(place: Place) -> None:
         close(pool, host_pool, place)
 
 
+def check_activate(place: Place) -> None:
+    """Every kind."""
+    gate_up = place.noise(3, 26) * 4
+    for kind in gpu_experts.KINDS:
+        act = Activation(kind)
+        close(gpu_experts.activate(gate_up, act), act(gate_up.cpu().double()), place)
+
+
 def check_choose(place: Place) -> None:
     """Greedy, whole and cut, with ties."""
     logits = torch.randint(-6, 7, (4, 150), generator=torch.Generator().manual_seed(0)) / 2.0
@@ -254,6 +262,7 @@ CHECKS: dict[str, Check] = {
     "move": check_move,
     "norm": check_norm,
     "turn": check_turn,
+    "activate": check_activate,
     "choose": check_choose,
     "route": check_route,
     "experts": check_experts,

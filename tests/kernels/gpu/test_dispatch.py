@@ -73,6 +73,10 @@ def test_what_the_kernel_cannot_do_is_an_error_where_it_is_asked_for() -> None:
         attend(make_case(SEQUENCES))
     with pytest.raises(ConfigError, match="wrongly in bfloat16"):
         attend(make_case(SEQUENCES, dtype=torch.bfloat16))
+    case = make_case([(1, 3)], dtype=torch.float32)
+    older = Case(case.batch, case.pool.to(torch.float8_e4m3fnuz), case.q)
+    with pytest.raises(ConfigError, match="doesn't know float8_e4m3fnuz"):
+        attend(older)
     with pytest.raises(ConfigError, match="256 values at most"):
         attend(make_case([(1, 3)], Shape(1, 1, 272), dtype=torch.float32))
 

@@ -95,7 +95,7 @@ def test_fnuz_holds_the_same_numbers() -> None:
     assert bool(values.float().isnan().sum() == 2)
 
 
-@pytest.mark.parametrize("kind", ["swiglu", "clamped", "situ"])
+@pytest.mark.parametrize("kind", ["swiglu", "clamped", "situ", "geglu"])
 def test_activations(kind: str) -> None:
     gate_up, act = noise(3, 26) * 8, Activation(kind)
     torch.testing.assert_close(gpu.activate(gate_up, act), act(gate_up.double()).float(), rtol=1e-5, atol=1e-5)

@@ -8,6 +8,7 @@ import torch
 from forebay.kernels import norm, rotary
 from forebay.kernels.gpu import norm as gpu_norm
 from forebay.kernels.gpu import rotary as gpu_rotary
+from forebay.kernels.narrow import LARGEST, KvScales
 from forebay.kernels.rotary import HeadNorms, Turn
 
 
@@ -71,13 +72,24 @@ def test_norm_rotation_and_write_in_one(dtype: torch.dtype, normed: bool, pairs:
     assert torch.equal(pool[:, 0], wanted_pool[:, 0])
 
 
-def test_fp8_pools_take_the_values_themselves() -> None:
-    """Values that FP8 has: the interpreter's own rounding to FP8 forgets the carry into the exponent."""
-    qkv = noise(2, 3, 16).to(torch.float8_e4m3fn).float()
+@pytest.mark.parametrize("scaled", [False, True])
+def test_fp8_pools_take_values_by_their_scales_and_cut_them(scaled: bool) -> None:
+    """Of values that FP8 has, times a power of two: the interpreter's own rounding to FP8 forgets the carry into the
+    exponent. And of one that is too large. (It doesn't know the older AMD FP8.)"""
+    heads, kv_heads, dtype = 1, 2, torch.float8_e4m3fn
+    scales = KvScales(torch.tensor([0.5, 4.0]), torch.tensor([2.0, 0.25])) if scaled else None
+    qkv = noise(2, heads + 2 * kv_heads, 16).to(dtype).float()
+    if scales is not None:
+        qkv[:, heads:] *= scales.both
+    qkv[1, heads:, 3] = 1e6
     turn = Turn(torch.ones(2, 8), torch.zeros(2, 8))
-    pools = [torch.zeros(1, 1, 2, 1, 16, 16).to(torch.float8_e4m3fn) for _ in range(2)]
+    pools = [torch.zeros(1, 1, 2, kv_heads, 16, 16).to(dtype) for _ in range(2)]
     slots = torch.tensor([0, 9])
-    gpu_rotary.norm_rotate_write(qkv.clone(), turn, None, pools[0], 0, slots, 1)
-    rotary.norm_rotate_write(qkv.clone(), turn, None, pools[1], 0, slots, 1)
+    gpu_rotary.norm_rotate_write(qkv.clone(), turn, None, pools[0], 0, slots, heads, scales)
+    rotary.norm_rotate_write(qkv.clone(), turn, None, pools[1], 0, slots, heads, scales)
     assert torch.equal(pools[0].view(torch.uint8), pools[1].view(torch.uint8))
-    assert torch.equal(pools[0][0, 0, :, 0, 9].float(), qkv[1, 1:])
+    back = pools[0][0, 0, :, :, 9].flatten(0, 1).float()
+    assert back[:, 3].tolist() == [LARGEST[dtype]] * 4
+    stored = back if scales is None else back * scales.both
+    kept = [column for column in range(16) if column != 3]
+    assert torch.equal(stored[:, kept], qkv[1, heads:, kept])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from forebay.errors import ResourceError
+from forebay.kernels.dispatch import CAPABILITIES
 from forebay.kernels.gpu.attend import Tiling
 from forebay.kernels.gpu.experts import Sizes
 from forebay.kernels.measure import bench, parity, tune
@@ -34,6 +35,11 @@ class Clock:
 @pytest.mark.parametrize("name", CHECKS)
 def test_every_operation_passes_its_check(name: str) -> None:
     CHECKS[name](HERE)
+
+
+def test_every_operation_that_a_kernel_may_take_has_a_check() -> None:
+    """Without one it would never be recorded as run on a device, and never be taken there: so it is with `hot`."""
+    assert set(CAPABILITIES) - set(CHECKS) <= {"hot"}
 
 
 def test_a_wrong_kernel_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
