@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -141,6 +142,8 @@ class WorkerConfig:
             raise ConfigError(f"device is {self.device!r}; use cpu, cuda or cuda:N")
         self._check_ranks()
         self._check_hot()
+        if self.trace is not None and not os.access(self.trace.parent, os.W_OK | os.X_OK):
+            raise ConfigError(f"trace is {self.trace}: there is no directory {self.trace.parent} to write it to")
         if self.events_replay is not None and self.events is None:
             raise ConfigError("events_replay needs events: there is nothing to replay without a publisher")
 

@@ -9,6 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from forebay.errors import ConfigError
+from forebay.workers.config import WorkerConfig
 from forebay.workers.tracing import NO_TRACE, Trace
 from tests.workers.processes import start_store, start_worker
 
@@ -86,6 +90,12 @@ def test_without_a_trace_nothing_is_kept() -> None:
         NO_TRACE.phase("a", "waiting")
     NO_TRACE.end("a", "stop")
     assert NO_TRACE.recorded == NO_TRACE.dropped == 0 and not NO_TRACE._phases
+
+
+def test_a_trace_that_could_not_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    WorkerConfig(Path("m"), "unix://w.sock", trace=tmp_path / "out.json").check()
+    with pytest.raises(ConfigError, match="no directory"):
+        WorkerConfig(Path("m"), "unix://w.sock", trace=tmp_path / "nowhere" / "out.json").check()
 
 
 def test_a_worker_writes_what_it_did_when_it_stops(tmp_path: Path) -> None:
