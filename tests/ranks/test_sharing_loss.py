@@ -1,0 +1,41 @@
+"""A rank that shares positions dies in the middle of a stream: all of them start again, and the stream goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from tests.checkpoints import tiny_deepseek_v3
+from tests.cli.test_serve import Serving, free_port
+from tests.e2e.reference import greedy_reference
+from tests.e2e.streams import Stream
+from tests.ranks.conftest import children, wait_gone
+from tests.ranks.test_loss import KILL_AT, LENGTH, PROMPT, Front
+
+
+def test_what_it_had_is_put_together_from_the_store(tmp_path: Path) -> None:
+    """Its positions are nowhere else on a device; the store has them, in order, with everybody's."""
+    model = tiny_deepseek_v3(tmp_path / "tiny")
+    (wanted,) = greedy_reference(model, [PROMPT], LENGTH)
+    serving = Serving(tmp_path, model, free_port())
+    serving.start(
+        "--dtype", "float64", "--tensor-parallel-size", "2", "--decode-context-parallel-size", "2", "--threads", "1"
+    )
+    try:
+        serving.ready()
+        worker = serving.pids()["worker"]
+        (rank,) = children(worker)
+        stream = Stream(Front(serving), "front", PROMPT, LENGTH)  # type: ignore[arg-type]
+        stream.reach(KILL_AT)
+        os.kill(rank, signal.SIGKILL)
+        seen = len(stream.ids)
+        assert stream.done() == wanted and seen < LENGTH, "no token is missing, repeated or another"
+        wait_gone([worker, rank])
+        another = serving.pids()["worker"]
+        last = [another, *children(another)]
+        assert another != worker and len(last) == 2
+    finally:
+        assert serving.stop() == 0
+    wait_gone(last)
+    serving.nothing_left()
