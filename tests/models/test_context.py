@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forebay.kernels.dealing import Dealing
+from forebay.models import context as flow
 from forebay.models.context import Prefill
 from forebay.models.loading import load_model
 from forebay.models.ranks import Alone
@@ -183,6 +184,27 @@ def test_ranks_that_share_positions_compute_what_one_computes(case: str, tmp_pat
     for expected, found in zip(alone.logits, shared.logits, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
     check_pools(alone.runners[0], shared.runners, way)
+
+
+@pytest.mark.parametrize("make", [LLAMA1, V3], ids=["llama", "deepseek_v3"])
+def test_what_is_copied_at_a_time_is_bounded(make: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cached keys come in pieces, the last one not whole; decodes go by as many as a copy may hold: here, one each."""
+    path, way, a, b = make(tmp_path), Way(4, 4, 2, prefill="context"), ids(90, 3), ids(60, 4)
+    steps = [
+        {0: a[:45], 1: b[:33]}, {0: a[45:77], 1: b[33:50]},
+        *({0: a[i : i + 1], 1: b[i - 27 : i - 26]} for i in (77, 78)),
+    ]  # fmt: skip
+    alone = compute(path, None, steps)
+    monkeypatch.setattr(flow, "CONTEXT_TOKENS", 32)
+    monkeypatch.setattr(flow, "GATHER_BYTES", 1)
+    shared = compute(path, way, steps)
+    for expected, found in zip(alone.logits, shared.logits, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    layers, size = shared.runners[0].model.info.num_layers, 40 if make is V3 else 2 * 20
+    first, second, *_ = shared.sent[0]
+    assert second.sent["context"].calls - first.sent["context"].calls == layers * (2 + 2), "45 and 33 by 32"
+    # Whole blocks: of 48 and 48 positions each rank has a quarter, and sends it to three others.
+    assert second.sent["context"].bytes == layers * 2 * 3 * 12 * size * 8
 
 
 NARROW: dict[str, tuple[Maker, Way]] = {
