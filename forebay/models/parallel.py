@@ -111,7 +111,7 @@ def _check_groups(info: ModelInfo, parallel: Parallel) -> None:
 
 def _check_prompts(info: ModelInfo, parallel: Parallel) -> None:
     kinds = {group.kind for group in info.kv_groups}
-    odd = sorted(kinds - {"full", "latent", "window"})
+    odd = sorted(kinds - {"full", "latent", "window", "indexer"})
     if odd:
         raise ConfigError(
             f"prefill_context_parallel_size {parallel.pcp}: {info.family} has a group of kind {odd[0]!r}, whose layers "

@@ -152,6 +152,8 @@ CASES: dict[str, tuple[Maker, Parallel]] = {
     "deepseek_v3-with-positions": (FAMILIES["deepseek_v3"].make, Parallel(4, 4, 2)),
     "gemma3-2": (FAMILIES["gemma3_text"].make, Parallel(pcp=2)),
     "gpt_oss-2": (FAMILIES["gpt_oss"].make, Parallel(pcp=2)),
+    "glm_moe_dsa-2": (FAMILIES["glm_moe_dsa"].make, Parallel(pcp=2)),
+    "minimax_m3-2-of-2": (FAMILIES["minimax_m3_vl_text"].make, Parallel(2, pcp=2)),
 }
 
 
@@ -199,12 +201,11 @@ def test_what_cannot_be_shared_is_refused(model: ModelInfo, parallel: Parallel, 
         check_parallel(model, parallel)
 
 
-@pytest.mark.parametrize("kind", ["recurrent", "indexer"])
-def test_prompts_of_layers_that_need_what_is_before_are_refused(kind: str) -> None:
+def test_prompts_of_layers_that_need_what_is_before_are_refused() -> None:
     model = info("full")
-    odd = KVGroup("odd", kind, (1,), 1, 16)  # type: ignore[arg-type]
+    odd = KVGroup("odd", "recurrent", (1,), 1, 16)  # type: ignore[arg-type]
     model = ModelInfo("tiny", 100, 64, 2, 512, (*model.kv_groups, odd))
-    with pytest.raises(ConfigError, match=f"prefill_context_parallel_size 2: tiny has a group of kind '{kind}'"):
+    with pytest.raises(ConfigError, match="prefill_context_parallel_size 2: tiny has a group of kind 'recurrent'"):
         check_parallel(model, Parallel(pcp=2))
     check_parallel(model, Parallel())
 

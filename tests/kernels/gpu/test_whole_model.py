@@ -62,6 +62,10 @@ SMALL: dict[str, tuple[Callable[[Path], Path], set[str]]] = {
     "minimax, norm of all heads": (
         partial(checkpoints.tiny_minimax_m2, num_hidden_layers=1), LAYER | {"route", "experts"},
     ),
+    "glm, chosen positions": (
+        partial(checkpoints.tiny_glm_moe_dsa, num_hidden_layers=2, index_topk=1, indexer_types=["full", "shared"]),
+        {"norm", "turn", "index", "sparse", "activate", "route", "experts"},
+    ),
     "glm4, shared experts as slots": (
         partial(checkpoints.tiny_glm4_moe, num_hidden_layers=2), LAYER | {"activate", "route", "experts"},
     ),
