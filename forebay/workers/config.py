@@ -186,11 +186,6 @@ class WorkerConfig:
                 "enable_expert_parallel deals out experts to tensor parallel ranks: raise tensor_parallel_size to 2 or "
                 "more, with prefill_context_parallel_size 1, or leave it out"
             )
-        if self.kv_cache_dtype != "auto" and self.decode_context_parallel_size > 1:
-            raise ConfigError(
-                f"kv_cache_dtype {self.kv_cache_dtype} isn't supported with decode_context_parallel_size "
-                f"{self.decode_context_parallel_size}: use auto, or 1"
-            )
         if self.distributed_timeout_s <= 0:
             raise ConfigError("distributed_timeout must be more than 0")
         if self.ranks > 1 and ":" in self.device:

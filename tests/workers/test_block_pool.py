@@ -190,6 +190,9 @@ def test_too_little_memory_is_refused_with_the_amount_that_would_do() -> None:
     ({"cp_kv_cache_interleave_size": 0}, "must be at least 1"),
     ({"tensor_parallel_size": 32, "prefill_context_parallel_size": 4}, "more ranks than 64"),
     ({"tensor_parallel_size": 2, "device": "cuda:1"}, "with tensor_parallel_size > 1 say cuda"),
+    ({"enable_expert_parallel": True}, "raise tensor_parallel_size to 2 or more"),
+    ({"enable_expert_parallel": True, "tensor_parallel_size": 2, "prefill_context_parallel_size": 2},
+     "with prefill_context_parallel_size 1, or leave it out"),
     ({"distributed_timeout_s": 0.0}, "distributed_timeout must be more than 0"),
 ])  # fmt: skip
 def test_a_wrong_setting_is_named(change: dict[str, object], words: str) -> None:
