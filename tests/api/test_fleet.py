@@ -10,7 +10,18 @@ import pytest
 
 from forebay.kvstore.identity import pack_tokens, unpack_tokens
 from forebay.workers.api.fleet import DEATHS_MAX, SLACK_CALLS
-from forebay.workers.protocol import Drain, Finished, Outputs, Sampling, TokenOut
+from forebay.workers.protocol import (
+    Drain,
+    Finished,
+    FromWorker,
+    Generate,
+    Outputs,
+    PromptScores,
+    Sampling,
+    Started,
+    TokenOut,
+    TokenScore,
+)
 from tests.api.scripted import ScriptedWorker
 from tests.api.serving import Front
 from tests.api.test_failover import TEXT, Reader
@@ -298,6 +309,57 @@ def test_health_and_metrics_tell_workers_apart(pair: Pair) -> None:
     text = pair.front.get("/metrics").text
     for line in ('forebay_worker_cached_host{worker="a"} 7.0', 'forebay_link_connects{worker="b"} 1.0'):
         assert line in text.splitlines(), line
+
+
+def no_such_token(ask: Generate) -> FromWorker:
+    return Outputs(tokens=[TokenOut(ask.id, ask.attempt, 0, 1 << 20)])
+
+
+def one_token_too_many(ask: Generate) -> FromWorker:
+    first = len(ask.emitted) // 4
+    return Outputs(tokens=[TokenOut(ask.id, ask.attempt, first + n, ord("z") + 2) for n in range(101)])
+
+
+def more_cached_than_there_is(ask: Generate) -> FromWorker:
+    return Started(id=ask.id, attempt=ask.attempt, cached_tokens=len(ask.prompt), cached={"host": len(ask.prompt)})
+
+
+def less_than_nothing_cached(ask: Generate) -> FromWorker:
+    return Started(id=ask.id, attempt=ask.attempt, cached_tokens=0, cached={"host": 16, "fs": -16})
+
+
+def scores_of_no_token(ask: Generate) -> FromWorker:
+    return PromptScores(id=ask.id, attempt=ask.attempt, start=len(ask.prompt), scores=[TokenScore(-1.0, 1)])
+
+
+def moved_by_itself(ask: Generate) -> FromWorker:
+    return Finished(id=ask.id, attempt=ask.attempt, reason="moved")
+
+
+LIES = [no_such_token, more_cached_than_there_is, less_than_nothing_cached, scores_of_no_token, moved_by_itself]
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_worker_that_says_what_cannot_be_loses_its_calls_to_another(
+    pair: Pair, lie: Callable[[Generate], FromWorker]
+) -> None:
+    reader, liar, other = pair.halted()
+
+    async def speak() -> None:
+        (ask,) = liar.asked
+        liar.say(lie(ask))
+
+    pair.front.run(speak())
+    went_on(reader, other)
+
+
+def test_a_worker_that_never_stops_talking_is_not_listened_to_for_ever(tmp_path: Path) -> None:
+    worker = ScriptedWorker(tmp_path / "worker.sock", silent=True)
+    worker.on_ask = lambda ask: worker.say(one_token_too_many(ask))
+    with Front(tmp_path, worker=worker) as front:
+        answer = front.complete("|x")
+        assert answer.status_code in (200, 503) and not front.fleet.calls
+        assert len(answer.text) < 2000
 
 
 # --- prefill and decode apart ----------------------------------------------------------------------------

@@ -37,8 +37,9 @@ class Call:
     one is prefilled and decoded by two workers; one that is `fresh` was never taken by any.
 
     Where it is, kept by the fleet: `link` (None: it waits), `last` where it was last, `full` those that turned it away,
-    `moving` while it is to leave its worker, `alone_since` when it last had one, `lost_at` when that was found dead,
-    `deaths` how many it has lost in a row without progress: a token, or more of it stored than any found (`furthest`).
+    `moving` while it is to leave its worker, `handed` if its worker is only to prefill it, `alone_since` when it last
+    had one, `lost_at` when that was found dead, `deaths` how many it has lost in a row without progress: a token, or
+    more of it stored than any found (`furthest`).
     """
 
     id: str
@@ -67,6 +68,7 @@ class Call:
     last: WorkerLink | None = None
     full: set[WorkerLink] = field(default_factory=set)
     moving: bool = False
+    handed: bool = False
     alone_since: float | None = None
     lost_at: float | None = None
     deaths: int = 0
@@ -80,6 +82,7 @@ class Call:
     def request(self, *, hand_over: bool = False) -> Generate:
         """The message that starts the next attempt."""
         self.attempt += 1
+        self.handed = hand_over
         self.known = len(self.prompt) // 4 + len(self.emitted)
         return Generate(
             id=self.id, attempt=self.attempt, prompt=self.prompt, sampling=self.sampling,
@@ -89,7 +92,10 @@ class Call:
         )  # fmt: skip
 
     def began(self, attempt: int, cached: dict[str, int]) -> None:
-        """The worker knows what was cached. Only the first attempt counts: later ones find their own work."""
+        """The worker knows what was cached. Only the first attempt counts: later ones find their own work. Raises
+        ProtocolError for what can't be."""
+        if not 0 <= sum(cached.values()) < self.known or min(cached.values(), default=0) < 0:
+            raise ProtocolError(f"{cached} of {self.known} tokens can't have been cached")
         self.fresh = False
         if sum(cached.values()) > self.furthest:
             self.furthest, self.deaths = sum(cached.values()), 0
@@ -97,19 +103,27 @@ class Call:
             self.cached = cached
 
     def scored(self, attempt: int, start: int, scores: list[TokenScore]) -> None:
-        """How likely the prompt's tokens from `start` on were. Of several attempts the last one is right as well."""
+        """How likely the prompt's tokens from `start` on were. Of several attempts the last one is right as well.
+
+        Raises ProtocolError for tokens that the prompt doesn't have.
+        """
+        if start < 1 or start + len(scores) > len(self.prompt) // 4:
+            raise ProtocolError(f"scores from {start} on came for a prompt of {len(self.prompt) // 4} tokens")
         if attempt == self.attempt:
             self.scores.update(enumerate(scores, start))
 
     def token(self, out: TokenOut) -> bool:
         """A token of some attempt; False if it was dropped: output of a dead attempt, and what was emitted already.
 
-        Raises ProtocolError if tokens are missing: another attempt, on another connection, will have them.
+        Raises ProtocolError if tokens are missing: another attempt, on another connection, will have them; and for more
+        than were asked for.
         """
         if self.ended or out.attempt != self.attempt or out.index < len(self.emitted):
             return False
         if out.index > len(self.emitted):
             raise ProtocolError(f"token {out.index} came where {len(self.emitted)} was due")
+        if out.index >= self.sampling.max_tokens:
+            raise ProtocolError(f"token {out.index} came, of {self.sampling.max_tokens} that were asked for")
         self.emitted.append(out.token)
         self.turned_away_at, self.deaths = None, 0
         self.events.put_nowait(out)

@@ -281,10 +281,12 @@ class Fleet:
             self._let_go(link)
 
     def heard(self, link: WorkerLink, message: FromWorker) -> None:
-        """`Hears`: something was said of calls. Raises ProtocolError if tokens are missing."""
+        """`Hears`: something was said of calls. Raises ProtocolError if tokens are missing, and for what can't be."""
         match message:
             case Outputs():
                 for out in message.tokens:
+                    if self.description is not None and out.token >= self.description.vocab_size:
+                        raise ProtocolError(f"token {out.token} came, which the model doesn't have")
                     if (call := self._current(link, out.id, out.attempt)) is not None and call.token(out):
                         self._resumed(call)
             case Started():
@@ -320,6 +322,8 @@ class Fleet:
             call.lost_at = None
 
     def _finished(self, link: WorkerLink, call: Call, message: Finished) -> None:
+        if message.reason == "moved" and not (call.moving or call.handed):
+            raise ProtocolError(f"{call.id} was moved, which nobody had asked for")
         link.calls.pop(call.id, None)
         call.link, call.moving = None, False
         if message.reason == "moved":
