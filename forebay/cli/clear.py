@@ -45,7 +45,7 @@ def run(flags: dict[str, Any]) -> int:
     if values["all"] and (prefix or values["namespace"] or values["tenant"] is not None):
         raise ConfigError("--all forgets everything: leave it out to forget a part")
     tokens = tokens_of(values) if prefix else []
-    with StoreClient(str(values["socket"]), timeout_s=60.0) as client:
+    with StoreClient(str(values["socket"]), timeout_s=60.0, maps=False) as client:
         cleared = _clear(client, values, tokens if prefix else None)
     print(f"memory: {cleared.chunks} chunks are forgotten")
     for tier, count in sorted(cleared.tiers.items()):

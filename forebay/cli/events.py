@@ -115,7 +115,7 @@ def _stream_of(stats: Stats, wanted: str) -> _Stream:
 def _subscriber(values: Mapping[str, Any], *, from_start: bool) -> EventSubscriber:
     events, replay = values["events"], values["replay"]
     if events is None:
-        with StoreClient(str(values["socket"])) as client:
+        with StoreClient(str(values["socket"]), maps=False) as client:
             found = _stream_of(client.stats(), values["namespace"])
         events, replay = found.events, found.replay
     return EventSubscriber(events, replay=replay, from_start=from_start, curve=_curve(values))
@@ -199,7 +199,7 @@ def _plain(value: Any) -> Any:
 
 def _diff(values: Mapping[str, Any]) -> int:
     """0: belief and store agree about memory; 1: they don't."""
-    with StoreClient(str(values["socket"])) as client:
+    with StoreClient(str(values["socket"]), maps=False) as client:
         stream = _stream_of(client.stats(), values["namespace"])
         if stream.replay is None:
             raise ConfigError("the store's stream has no replay, so nobody can join late: start it with --replay")

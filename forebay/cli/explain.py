@@ -39,7 +39,7 @@ def run(flags: dict[str, Any]) -> int:
     """Explain one prompt."""
     values = resolve("explain", SETTINGS, flags)
     tokens = tokens_of(values)
-    with StoreClient(str(values["socket"])) as client:
+    with StoreClient(str(values["socket"]), maps=False) as client:
         place = where(values, client)
         told = client.explain(place.namespace, place.root, pack_tokens(tokens))
     if values["json"]:

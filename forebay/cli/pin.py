@@ -46,7 +46,7 @@ def run(flags: dict[str, Any]) -> int:
     """Pin, or unpin."""
     values = resolve("pin", SETTINGS, flags)
     tokens, by = tokens_of(values), values["by"] or getpass.getuser()
-    with StoreClient(str(values["socket"])) as client:
+    with StoreClient(str(values["socket"]), maps=False) as client:
         found = find(client, values, tokens)
         chunks = [(chunk.group, chunk.key) for chunk in found.chunks]
         kept = _unpin(client, chunks, by) if values["unpin"] else _pin(client, values, chunks, by)

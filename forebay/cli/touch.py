@@ -36,7 +36,7 @@ def run(flags: dict[str, Any]) -> int:
     """Touch."""
     values = resolve("touch", SETTINGS, flags)
     tokens = tokens_of(values)
-    with StoreClient(str(values["socket"])) as client:
+    with StoreClient(str(values["socket"]), maps=False) as client:
         found = find(client, values, tokens)
         chunks = [(chunk.group, chunk.key) for chunk in found.chunks]
         kept = [client.touch(c, tenant=values["tenant"], retain_s=values["retain"]) for c in batches(chunks)]

@@ -47,7 +47,7 @@ def run(flags: dict[str, Any]) -> int:
     values = resolve("warm", SETTINGS, flags)
     tokens = tokens_of(values) if values["keys"] is None else None
     deadline_ms = int(values["deadline"] * 1000)
-    with StoreClient(str(values["socket"])) as client:
+    with StoreClient(str(values["socket"]), maps=False) as client:
         place = where(values, client)
         if tokens is None:
             wanted = len(values["keys"]) // KEY_BYTES * place.chunk_tokens
