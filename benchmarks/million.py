@@ -147,7 +147,7 @@ def main() -> None:
     run = Run(args.folder, args.tokens, args.device_memory)
     try:
         if args.tokens > 8 * PROBE:
-            print(f"estimated: {run.estimate():.1f} hours for {args.tokens:,} tokens, less what is stored", flush=True)
+            print(f"estimated: {run.estimate():.2f} hours for {args.tokens:,} tokens, less what is stored", flush=True)
         run.through(args.answer)
     finally:
         run.end()

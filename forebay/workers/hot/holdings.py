@@ -4,7 +4,8 @@
     hot     a region, the tail, and what isn't in host memory yet; the rest is read from there, row by row
 
 A newcomer is admitted full if that fits, else hot. If there is no room for that either, full ones are *squeezed*: each
-gets a region in exchange for its clean pages, those first that gain most.
+gets a region in exchange for its clean pages, those first that gain most. Of a full one, host memory holds what it has
+stored; what it found there, it offers again as soon as somebody needs room, and holds it from then on.
 
 A hot request's blocks are promised at admission, as in a window group: what it lets go of it may take again.
 """
@@ -75,6 +76,8 @@ class HotHoldings(Holdings):
         if admission is not None:
             request.step_tokens = 0
             self.book.admit(request)
+            # What it finds on the device, or loads, may be in host memory as well: it is asked when that matters.
+            self.book.of(request.key).failed = 0
             return admission
         if not self.ask_store or request.fresh or not self.book.can_open():
             return None
@@ -215,9 +218,13 @@ class HotHoldings(Holdings):
         """Have full requests exchange pages for a region, until `wanted` blocks are available. `keep` isn't asked.
         Whether that helped."""
         pool, before = self.pools[self._sparse], self.pools[self._sparse].available
-        for key, _ in self.book.everybody():
+        gains = []
+        for key, book in self.book.everybody():
             self.book.follow(key, self._held[key].tables[self._sparse])
-        gains = [(self.book.clean(key), key) for key, book in self.book.everybody() if not book.hot and key != keep]
+            if not book.hot:
+                self.offer_again(key)  # so that more of it is clean the next time
+            if not book.hot and key != keep:
+                gains.append((self.book.clean(key), key))
         for _, key in sorted(gains, key=lambda one: one[0], reverse=True):
             if pool.available >= wanted or not self._squeeze_one(key):
                 break

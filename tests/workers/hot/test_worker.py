@@ -50,6 +50,7 @@ def test_a_hit_at_every_boundary(glm: Sparse, length: int) -> None:
         longer = [*prompt, *glm.text(5, 8)]
         assert squeezed.ask(longer, 4).tokens == glm.expected(longer, 4)
         squeezed.cancel(blocker)
+        wait_until("it has gone", lambda: squeezed.answers[blocker].finished)
 
 
 def test_a_last_layer_that_reads_nothing_in_a_step_has_its_rows_in_the_next(glm: Sparse) -> None:
@@ -58,6 +59,22 @@ def test_a_last_layer_that_reads_nothing_in_a_step_has_its_rows_in_the_next(glm:
     with glm.worker(store, **TIGHT) as squeezed:
         assert squeezed.ask(prompt, 8).tokens == glm.expected(prompt, 8)
         assert squeezed.stat("hot.rows_replayed") > 0
+
+
+def test_one_that_was_loaded_whole_is_squeezed_when_another_needs_room(glm: Sparse) -> None:
+    """Its pages are in host memory, too, though it was not this worker that has put them there."""
+    first, second, store = glm.text(230, 30), glm.text(260, 31), FakeStore()
+    with glm.worker(store, max_tokens=1024) as whole:
+        whole.ask(first, 1)
+        whole.settle()
+    with glm.worker(store, **SQUEEZED) as squeezed:
+        keys = [squeezed.submit(first, 40)]
+        wait_until("it runs", lambda: squeezed.answers[keys[0]].tokens, 60)
+        assert squeezed.answers[keys[0]].cached == 224
+        keys.append(squeezed.submit(second, 8))
+        for prompt, key, count in zip((first, second), keys, (40, 8), strict=True):
+            assert squeezed.wait(key, 60).tokens == glm.expected(prompt, count)
+        assert squeezed.stat("hot.squeezed") == 1
 
 
 # --- lifecycles --------------------------------------------------------------------------------------------------
