@@ -7,6 +7,7 @@ every shape go on with each other's chunks, from every tier.
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -89,25 +90,36 @@ def lengths() -> list[int]:
     return [1, 2, 3, 5, 9, 15, 16, 17, 31, 32, 33, 49, 66, 97, 130]
 
 
+@dataclass
+class Shapes(Case):
+    """Workers of different shapes. `seed` is their own: several families have the same weights, and one store."""
+
+    seed: int = 0
+
+    def rng(self, purpose: int) -> np.random.Generator:
+        return np.random.default_rng((self.seed, purpose))
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
-def case(request: pytest.FixtureRequest, crowd: Crowd) -> Iterator[Case]:
+def case(request: pytest.FixtureRequest, crowd: Crowd) -> Iterator[Shapes]:
     family, name = FAMILIES[request.param], request.param
     model = family.make(crowd.folder / name)
     names = [f"{name}-{number}" for number in range(len(family.workers))]
     for worker, (size, more) in zip(names, family.workers, strict=True):
         crowd.start(worker, model, size, *more)
-    rng = np.random.default_rng(7)
+    seed = zlib.crc32(name.encode())
+    rng = np.random.default_rng(seed)
     longest = rng.integers(16, VOCAB, 200).tolist()
     # Half of them begin alike, so that later ones hit what earlier ones have stored.
     every = [longest[:n] if index % 2 else rng.integers(16, VOCAB, n).tolist() for index, n in enumerate(lengths())]
     prompts = [every[index] for index in rng.permutation(len(every))]
     answers = greedy_reference(model, prompts, OUTPUT)
-    yield Case([crowd.worker(worker) for worker in names], prompts, answers, PrefixOracle(), OUTPUT)
+    yield Shapes([crowd.worker(worker) for worker in names], prompts, answers, PrefixOracle(), OUTPUT, seed)
     for worker in names:
         crowd.workers.pop(worker).end()
 
 
-def test_every_shape_gives_the_same_answers_and_shares_its_chunks(case: Case) -> None:
+def test_every_shape_gives_the_same_answers_and_shares_its_chunks(case: Shapes) -> None:
     first, *others = case.workers
     half = len(case.prompts) // 2
     case.ask(first, slice(half))
@@ -122,10 +134,10 @@ def test_every_shape_gives_the_same_answers_and_shares_its_chunks(case: Case) ->
         assert not any(found.get(name, 0) for name in ("loads.corrupt", "loads.failed", "push.lost", "push.unshared"))
 
 
-def test_hits_come_from_files_whoever_wrote_them(case: Case, crowd: Crowd) -> None:
+def test_hits_come_from_files_whoever_wrote_them(case: Shapes, crowd: Crowd) -> None:
     """The store is started again, and its memory is empty: a worker of another shape has computed them."""
     first, *others = case.workers
-    rng = np.random.default_rng(11)
+    rng = case.rng(11)
     prompts = [rng.integers(16, VOCAB, n).tolist() for n in (67, 97)]
     computed = [first.front.ask(f"c{n}", prompt, OUTPUT).tokens for n, prompt in enumerate(prompts)]
     first.front.settle()
@@ -143,10 +155,10 @@ def test_hits_come_from_files_whoever_wrote_them(case: Case, crowd: Crowd) -> No
             assert figures(worker)["cached.fs"] - before == 64 + 96
 
 
-def test_beside_one_another_and_preempted_they_answer_as_alone(case: Case) -> None:
+def test_beside_one_another_and_preempted_they_answer_as_alone(case: Shapes) -> None:
     """Prompts in pieces beside decodes, in a pool that has no room for all answers to grow."""
     alone, small = next(w for w in case.workers if figures(w).get("ranks", 1) == 1), case.workers[-1]
-    rng = np.random.default_rng(12)
+    rng = case.rng(12)
     prompts = [rng.integers(16, VOCAB, n).tolist() for n in (17, 3, 20, 18, 81, 19)]
     for number, prompt in enumerate(prompts):
         small.front.generate(f"m{number}", prompt, 64)
@@ -156,10 +168,10 @@ def test_beside_one_another_and_preempted_they_answer_as_alone(case: Case) -> No
     assert [alone.front.ask(f"o{n}", prompt, 64).tokens for n, prompt in enumerate(prompts)] == together
 
 
-def test_a_decode_sends_no_keys_and_as_much_behind_any_context(case: Case) -> None:
+def test_a_decode_sends_no_keys_and_as_much_behind_any_context(case: Shapes) -> None:
     """Real collectives: what rank 0 has sent for each further token."""
     worker = case.workers[-1]
-    rng, found = np.random.default_rng(13), []
+    rng, found = case.rng(13), []
     for length in (20, 44):  # in one piece each: nothing is cached when they are computed
         before = figures(worker)
         worker.front.ask(f"d{length}", rng.integers(16, VOCAB, length).tolist(), 9)
