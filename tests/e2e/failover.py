@@ -24,6 +24,7 @@ from typing import Any
 
 from forebay.testing.cluster import Cluster, wait_for
 from tests.checkpoints import tiny_qwen3
+from tests.e2e.paced import Pace
 from tests.e2e.reference import greedy_reference
 from tests.e2e.streams import Stream
 
@@ -51,13 +52,18 @@ class Outcome:
 def make(folder: Path, write: Callable[[Path], Any] = tiny_qwen3) -> Cluster:
     """A cluster with both workers behind one front end."""
     write(folder / "model")
-    cluster = Cluster(folder, folder / "model", chunk_tokens=CHUNK)
+    cluster = Cluster(folder, folder / "model", chunk_tokens=CHUNK, module=pace_of(folder).module)
     cluster.start_store()
     for name in WORKERS:
         cluster.start_worker(name, extra=ONE_THREAD)
     cluster.start_frontend(FRONT, *WORKERS)
     both_able(cluster)
     return cluster
+
+
+def pace_of(folder: Path) -> Pace:
+    """How fast the workers of a cluster in this folder are."""
+    return Pace(folder / "pace")
 
 
 def both_able(cluster: Cluster) -> None:
@@ -107,15 +113,22 @@ def deed_done(cluster: Cluster, deed: str, name: str) -> Iterator[None]:
         both_able(cluster)
 
 
-def carry_over(cluster: Cluster, deed: str, prompt: list[int], wanted: list[int]) -> Outcome:
-    """One stream with one deed in its middle."""
-    before = cluster.figures(FRONT)
+def carry_over(
+    cluster: Cluster, deed: str, prompt: list[int], wanted: list[int], *, paced: bool = False
+) -> Outcome:
+    """One stream with one deed in its middle; `paced` it can't end before that is done, and stands still longer."""
+    before, pace = cluster.figures(FRONT), pace_of(cluster.folder)
+    if paced:
+        pace.flow()
     stream = Stream(cluster, FRONT, prompt, len(wanted))
     stream.reach(1)
     name = holder(cluster)
     stream.reach(ACT_AT)
+    if paced:
+        pace.wait()
     acted, seen = monotonic(), len(stream.ids)
     with deed_done(cluster, deed, name):
+        pace.free()
         stream.done()
     assert seen < len(wanted) - 10, "the deed came too late"
     grown = {key: value - before.get(key, 0.0) for key, value in cluster.figures(FRONT).items()}

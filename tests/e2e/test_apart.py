@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from forebay.testing.cluster import Cluster, wait_for
-from tests.e2e.failover import ONE_THREAD
+from tests.e2e.failover import ONE_THREAD, pace_of
 from tests.e2e.reference import greedy_reference
 from tests.e2e.streams import Stream
 from tests.e2e.test_identity import CHUNK, VOCAB
@@ -28,7 +28,7 @@ FRONT, DECODE, PREFILL = "front", "decode", "prefill"
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("apart")
     tiny_windowed(folder / "model")
-    made = Cluster(folder, folder / "model", chunk_tokens=CHUNK)
+    made = Cluster(folder, folder / "model", chunk_tokens=CHUNK, module=pace_of(folder).module)
     made.start_store()
     made.start_worker(DECODE, extra=ONE_THREAD)
     made.start_worker(PREFILL, extra=(*ONE_THREAD, "--tensor-parallel-size", "2"))
@@ -121,9 +121,13 @@ def test_a_prefill_side_that_stops_in_the_middle_is_done_without(cluster: Cluste
 def test_a_decode_side_that_is_killed_is_replaced_by_the_prefill_side(cluster: Cluster) -> None:
     prompt, length, watch = fresh(6, 150), 160, Watch(cluster)
     (wanted,) = greedy_reference(cluster.model, [prompt], length)
+    pace = pace_of(cluster.folder)
+    pace.flow()
     stream = Stream(cluster, FRONT, prompt, length)
     stream.reach(CHUNK)
+    pace.wait()
     cluster.processes[DECODE].end(signal.SIGKILL)
+    pace.free()
     assert stream.done() == wanted
     assert watch.grown("split_local") == 1 and watch.grown("tokens_decoded", PREFILL) > 0
     alone = Watch(cluster)

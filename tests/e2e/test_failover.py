@@ -14,6 +14,7 @@ import pytest
 from forebay.testing.cluster import Cluster, wait_for
 from tests.e2e import failover
 from tests.e2e.failover import ACT_AT, CHUNK, FRONT, LENGTH, ONE_THREAD, carry_over, drain, holder, prompt_of
+from tests.e2e.paced import Pace
 from tests.e2e.reference import greedy_reference
 from tests.e2e.streams import Stream
 
@@ -34,10 +35,17 @@ def answers(cluster: Cluster) -> Answers:
     return list(zip(prompts, greedy_reference(cluster.model, prompts, LENGTH), strict=True))
 
 
+@pytest.fixture
+def pace(cluster: Cluster) -> Iterator[Pace]:
+    made = failover.pace_of(cluster.folder)
+    yield made
+    made.free()
+
+
 @pytest.mark.parametrize("deed", DEEDS)
 def test_a_stream_goes_on_with_no_token_missing_or_said_twice(cluster: Cluster, answers: Answers, deed: str) -> None:
     before = cluster.figures(FRONT)
-    outcome = carry_over(cluster, deed, *answers[DEEDS.index(deed)])
+    outcome = carry_over(cluster, deed, *answers[DEEDS.index(deed)], paced=True)
     after = cluster.figures(FRONT)
     print(f"{deed}: stood still for {outcome.still_s:.2f} s, {outcome.recomputed} tokens computed again")
     assert outcome.right
@@ -50,10 +58,14 @@ def test_a_stream_goes_on_with_no_token_missing_or_said_twice(cluster: Cluster, 
         assert outcome.recomputed <= 16, "what was drained is stored to its last unit"
 
 
-def test_a_worker_that_wakes_in_mid_stream_adds_nothing_to_it(cluster: Cluster, answers: Answers) -> None:
+def test_a_worker_that_wakes_in_mid_stream_adds_nothing_to_it(
+    cluster: Cluster, answers: Answers, pace: Pace
+) -> None:
     prompt, wanted = answers[len(DEEDS)]
+    pace.flow()
     stream = Stream(cluster, FRONT, prompt, LENGTH)
     stream.reach(ACT_AT)
+    pace.wait()
     name = holder(cluster)
     stopped = cluster.processes[name]
     os.kill(stopped.pid, signal.SIGSTOP)
@@ -61,6 +73,7 @@ def test_a_worker_that_wakes_in_mid_stream_adds_nothing_to_it(cluster: Cluster, 
         wait_for("the other one", lambda: holder(cluster) != name)
     finally:
         os.kill(stopped.pid, signal.SIGCONT)
+        pace.free()
     assert stream.done() == wanted
     failover.both_able(cluster)
     assert cluster.figure(FRONT, "requests.running") == 0
@@ -77,12 +90,17 @@ def test_draining_empties_a_worker_and_says_so(cluster: Cluster, answers: Answer
     failover.both_able(cluster)
 
 
-def test_a_drained_worker_may_end_by_itself_with_its_requests_elsewhere(cluster: Cluster, answers: Answers) -> None:
+def test_a_drained_worker_may_end_by_itself_with_its_requests_elsewhere(
+    cluster: Cluster, answers: Answers, pace: Pace
+) -> None:
     prompt, wanted = answers[-1]
+    pace.flow()
     stream = Stream(cluster, FRONT, prompt, LENGTH)
     stream.reach(ACT_AT)
+    pace.wait()
     name = holder(cluster)
     assert "has ended" in drain(cluster, name, "--stop")
+    pace.free()
     popen = cluster.processes[name].popen
     assert popen is not None and popen.wait(30) == 0
     assert stream.done() == wanted
@@ -101,13 +119,17 @@ def drain_refused(cluster: Cluster, name: str) -> str:
     return done.stderr
 
 
-def test_the_last_worker_keeps_its_requests_until_the_time_is_up(cluster: Cluster, answers: Answers) -> None:
+def test_the_last_worker_keeps_its_requests_until_the_time_is_up(
+    cluster: Cluster, answers: Answers, pace: Pace
+) -> None:
     """Last: one worker is ended for good."""
     one, other = failover.WORKERS
     cluster.processes[other].end(signal.SIGTERM)
     prompt, wanted = answers[0]
+    pace.wait()
     stream = Stream(cluster, FRONT, prompt, 2 * LENGTH)
-    stream.reach(5)
+    stream.reach(2)
     assert "still has 1 requests" in drain(cluster, one, "--timeout", "300ms", code=1)
+    pace.free()
     drain(cluster, one, "--undo")
     assert stream.done()[:LENGTH] == wanted
