@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import pytest
 
@@ -15,7 +16,12 @@ SEEDS_MAX = 400
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_simulation_notices_each_listed_mistake(name: str) -> None:
     known = known_seeds().get(name)
-    assert (known is not None and noticed(name, known)) or hunt(name, SEEDS_MAX), f"{name} goes unnoticed"
+    if known is not None and noticed(name, known):
+        return
+    found = hunt(name, SEEDS_MAX)
+    assert found is not None, f"{name} goes unnoticed"
+    # Seeds draw something else when the store does: to look for another one each time takes up to a minute.
+    warnings.warn(f"docs/mutants.md names seed {known} for {name}, it is {found} now", stacklevel=1)
 
 
 def test_every_mistake_of_the_page_is_a_patch_and_every_patch_is_on_the_page() -> None:
