@@ -15,6 +15,7 @@ import random
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -72,7 +73,7 @@ class Run:
             ),
         )  # fmt: skip
         self._cluster.start_frontend("front", "worker")
-        self._answer: dict[str, object] = {}
+        self._answer: dict[str, Any] = {}
         self._peaks: dict[str, int] = {}
 
     def ask(self, tokens: int, count: int) -> float:
@@ -85,12 +86,16 @@ class Run:
         self._answer = told.json()
         return time.monotonic() - began
 
-    def estimate(self) -> float:
-        """Hours, from two short prompts: what a token costs, and what it costs more for each that stands before it."""
+    def estimate(self) -> str:
+        """From two short prompts: what a token costs, and what it costs more for each that stands before it. They are
+        the beginning of the long one, so where they are stored there is nothing to measure."""
         short, long = (self.ask(tokens, 1) / tokens for tokens in (PROBE, 4 * PROBE))
+        if self._cached():
+            return "going on from what is stored"
         growth = max(0.0, (long - short) / (1.5 * PROBE))  # the mean position moves by so much
         fixed = max(1e-6, short - growth * PROBE / 2)
-        return (fixed + growth * len(self._prompt) / 2) * len(self._prompt) / 3600
+        hours = (fixed + growth * len(self._prompt) / 2) * len(self._prompt) / 3600
+        return f"estimated: {hours:.2f} hours for {len(self._prompt):,} tokens"
 
     def through(self, count: int) -> None:
         """The whole prompt and `count` tokens of answer, telling how it gets on."""
@@ -100,9 +105,12 @@ class Run:
         while asking.is_alive():
             asking.join(TOLD_S)
             self._tell(time.monotonic() - began)
-        choice = self._answer["choices"][0]  # type: ignore[index]
-        details = self._answer["usage"].get("prompt_tokens_details") or {}  # type: ignore[attr-defined]
-        print(f"answer: {choice['token_ids']}; {details.get('cached_tokens', 0):,} tokens of the prompt were stored")
+        choice = self._answer["choices"][0]
+        print(f"answer: {choice['token_ids']}; {self._cached():,} tokens of the prompt were stored")
+
+    def _cached(self) -> int:
+        """Tokens of the last prompt that were not computed."""
+        return int((self._answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0))
 
     def _tell(self, seconds: float) -> None:
         cluster = self._cluster
@@ -147,7 +155,7 @@ def main() -> None:
     run = Run(args.folder, args.tokens, args.device_memory)
     try:
         if args.tokens > 8 * PROBE:
-            print(f"estimated: {run.estimate():.2f} hours for {args.tokens:,} tokens, less what is stored", flush=True)
+            print(run.estimate(), flush=True)
         run.through(args.answer)
     finally:
         run.end()
