@@ -62,6 +62,17 @@ def queries(rows: int, seed: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
     return noise(rows, HEADS, DIM, seed=seed), noise(rows, HEADS, seed=seed + 1)
 
 
+def test_a_score_is_the_heads_weighted_sum_of_products_above_zero() -> None:
+    q, weights = queries(3)
+    keys = noise(8, DIM, seed=9)
+    found = index_scores(q, weights, keys)
+    for row in range(3):
+        for at in range(8):
+            products = [sum(a * b for a, b in zip(head, keys[at].tolist(), strict=True)) for head in q[row].tolist()]
+            wanted = sum(w * max(0.0, p) for w, p in zip(weights[row].tolist(), products, strict=True))
+            assert float(found[row, at]) == pytest.approx(wanted, abs=1e-12)
+
+
 @pytest.mark.parametrize("top_k", [1, 7, 24, 200])
 def test_the_best_are_chosen(top_k: int) -> None:
     """With two heads, about every fourth score is exactly zero."""

@@ -139,6 +139,17 @@ def test_no_choice_hangs_on_rounding(family: str, tmp_path: Path, monkeypatch: p
             assert gap == 0 or gap > 1e-5 * float(ranked[0] - ranked[-1])
 
 
+@pytest.mark.parametrize("make", [*DSA.values(), checkpoints.tiny_minimax_m3])
+def test_logits_of_some_rows_in_any_order(make: Any, tmp_path: Path) -> None:
+    """The last layer chooses for these alone."""
+    ids, rows = token_ids(40), [39, 7, 30]
+    model = load(make(tmp_path))
+    wanted = Runner(model).step({0: ids})[rows]
+    names = [group.name for group in model.info.kv_groups]
+    batch = pack_batch([(ids, 0)], {name: [[2, 0, 3]] for name in names}, logits_rows=rows)
+    assert_same(model.forward(batch, model.new_pools(dict.fromkeys(names, 4))), wanted)
+
+
 # --- sharing, settings, refusals -----------------------------------------------------------------------------
 
 
