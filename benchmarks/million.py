@@ -89,10 +89,12 @@ class Run:
     def estimate(self) -> str:
         """From two short prompts: what a token costs, and what it costs more for each that stands before it. They are
         the beginning of the long one, so where they are stored there is nothing to measure."""
-        short, long = (self.ask(tokens, 1) / tokens for tokens in (PROBE, 4 * PROBE))
+        short = self.ask(PROBE, 1) / PROBE
         if self._cached():
             return "going on from what is stored"
-        growth = max(0.0, (long - short) / (1.5 * PROBE))  # the mean position moves by so much
+        long = self.ask(4 * PROBE, 1)
+        long /= 4 * PROBE - self._cached()
+        growth = max(0.0, (long - short) / (2 * PROBE))  # their mean positions are so far from each other
         fixed = max(1e-6, short - growth * PROBE / 2)
         hours = (fixed + growth * len(self._prompt) / 2) * len(self._prompt) / 3600
         return f"estimated: {hours:.2f} hours for {len(self._prompt):,} tokens"
