@@ -5,6 +5,7 @@ Ranks are threads here, so that all families and shapes can be tried: what real 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -101,13 +102,16 @@ class Computed:
     sent: list[list[Traffic]]
 
 
-def compute(path: Path, way: Way | None, steps: Pieces, *, kv_dtype: torch.dtype | None = None) -> Computed:
-    """Feed sequences in steps, in fp64; `way` None: to one rank."""
+def compute(
+    path: Path, way: Way | None, steps: Pieces, *, dtype: torch.dtype = torch.float64,
+    kv_dtype: torch.dtype | None = None,
+) -> Computed:  # fmt: skip
+    """Feed sequences in steps; `way` None: to one rank."""
     ranks = [Alone()] if way is None else ranks_of(way)
 
     def run(rank: Alone | SharingRank) -> tuple[list[Tensor], Runner, list[Traffic]]:
         torch.set_num_threads(1)
-        runner = Runner(load_model(path, dtype=torch.float64, device=CPU, ranks=rank, kv_dtype=kv_dtype))
+        runner = Runner(load_model(path, dtype=dtype, device=CPU, ranks=rank, kv_dtype=kv_dtype))
         logits, sent = [], []
         for step in steps:
             logits.append(runner.step(dict(step)))
@@ -152,28 +156,31 @@ CASES: dict[str, tuple[Maker, Way]] = {
     "llama-one-kv-head-4-two-groups": (LLAMA1, Way(4, 2, 2)),
     "llama-one-kv-head-4-interleave-4": (LLAMA1, Way(4, 4, 4)),
     "llama-two-kv-heads-4": (LLAMA2, Way(4, 2)),
-    "llama-two-kv-heads-4-interleave-8": (LLAMA2, Way(4, 2, 8)),
     "llama-a2a": (LLAMA1, Way(4, 4, backend="a2a")),
     "llama-replicated": (LLAMA1, Way(4, 4, replicated=True)),
     "llama-replicated-a2a": (LLAMA2, Way(4, 2, 2, "a2a", "query", replicated=True)),
     "llama-queries-sent": (LLAMA1, Way(4, 4, prefill="query")),
     "llama-keys-sent": (LLAMA1, Way(4, 4, 2, prefill="context")),
     "qwen3_moe": (partial(checkpoints.tiny_qwen3_moe, num_key_value_heads=1), Way(4, 4, 2)),
-    "qwen3_moe-replicated": (checkpoints.tiny_qwen3_moe, Way(4, 2, replicated=True)),
-    "deepseek_v3-2": (V3, Way(2, 2)),
     "deepseek_v3-4": (V3, Way(4, 4)),
-    "deepseek_v3-4-two-groups": (V3, Way(4, 2, 8)),
     "deepseek_v3-a2a": (V3, Way(4, 4, 2, backend="a2a")),
     "deepseek_v3-replicated": (V3, Way(4, 4, replicated=True)),
     "deepseek_v3-queries-sent": (V3, Way(4, 4, prefill="query")),
     "deepseek_v3-keys-sent": (V3, Way(4, 4, prefill="context")),
-    "deepseek_v2": (FAMILIES["deepseek_v2"].make, Way(4, 4)),
     "gpt_oss": (FAMILIES["gpt_oss"].variants["one-kv-head"], Way(4, 4)),
-    "gpt_oss-a2a": (FAMILIES["gpt_oss"].variants["one-kv-head"], Way(2, 2, backend="a2a")),
     "gemma3": (FAMILIES["gemma3_text"].make, Way(4, 4)),
     "minimax_m2": (FAMILIES["minimax_m2"].make, Way(4, 2)),
     "glm4_moe": (FAMILIES["glm4_moe"].make, Way(4, 2)),
 }
+if os.environ.get("FOREBAY_CONTEXT_RANKS"):  # shapes that CI has no time for
+    CASES |= {
+        "llama-two-kv-heads-4-interleave-8": (LLAMA2, Way(4, 2, 8)),
+        "qwen3_moe-replicated": (checkpoints.tiny_qwen3_moe, Way(4, 2, replicated=True)),
+        "deepseek_v3-2": (V3, Way(2, 2)),
+        "deepseek_v3-4-two-groups": (V3, Way(4, 2, 8)),
+        "deepseek_v2": (FAMILIES["deepseek_v2"].make, Way(4, 4)),
+        "gpt_oss-a2a": (FAMILIES["gpt_oss"].variants["one-kv-head"], Way(2, 2, backend="a2a")),
+    }
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -205,6 +212,24 @@ def test_what_is_copied_at_a_time_is_bounded(make: Maker, tmp_path: Path, monkey
     assert second.sent["context"].calls - first.sent["context"].calls == layers * (2 + 2), "45 and 33 by 32"
     # Whole blocks: of 48 and 48 positions each rank has a quarter, and sends it to three others.
     assert second.sent["context"].bytes == layers * 2 * 3 * 12 * size * 8
+
+
+@pytest.mark.parametrize("make", [LLAMA1, V3], ids=["llama", "deepseek_v3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_narrower_dtypes_it_is_as_near_as_one_rank_is(make: Maker, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Both ways to bring parts together; what is weighed and summed is in fp32. Near to what fp64 gives."""
+    path, steps = make(tmp_path), mixed_steps()[:4]
+    exact = torch.cat(compute(path, None, steps).logits)
+
+    def error(way: Way | None) -> float:
+        found = torch.cat(compute(path, way, steps, dtype=dtype).logits)
+        assert found.dtype == torch.float32
+        # Of the middle row: where two experts are as good, a rounding chooses another one, and a row is far off.
+        return float((found - exact).square().mean(dim=1).sqrt().median())
+
+    alone = error(None)
+    for way in (Way(4, 4), Way(4, 4, backend="a2a")):
+        assert error(way) < 1.5 * alone
 
 
 NARROW: dict[str, tuple[Maker, Way]] = {
