@@ -18,6 +18,7 @@ import pytest
 from forebay.testing import web
 from forebay.testing.cluster import Cluster, Process, free_port, wait_for
 from tests.checkpoints import tiny_qwen3
+from tests.e2e.paced import Pace
 
 OUTPUT = 48
 LONG = 400
@@ -33,7 +34,7 @@ TEMPLATE = (
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("router")
     tiny_qwen3(folder / "model", chat_template=TEMPLATE)
-    made = Cluster(folder, folder / "model", threads=1)
+    made = Cluster(folder, folder / "model", threads=1, module=Pace(folder / "pace").module)
     events = {name: (free_port(), free_port()) for name in ("store", "w0", "w1")}
     urls = {name: tuple(f"tcp://127.0.0.1:{port}" for port in ports) for name, ports in events.items()}
     made.start_store(events=urls["store"][0], replay=urls["store"][1])
@@ -258,11 +259,16 @@ def test_a_worker_that_dies_in_mid_stream_costs_its_clients_nothing_but_time(clu
     bodies = [cluster.body(prompt, OUTPUT) for prompt in prompts]
     bodies[3] |= {"temperature": 1.0, "seed": 5}  # sampled, too
     expected = [cluster_answer(cluster, body) for body in bodies]
-    readers = [Reader(cluster.url("router"), body) for body in bodies]
-    for reader in readers:
-        reader.at(3)
-    victim = _busiest(cluster)
-    cluster.processes[victim].end(signal.SIGKILL)
+    pace = Pace(cluster.folder / "pace")
+    pace.wait()
+    try:
+        readers = [Reader(cluster.url("router"), body) for body in bodies]
+        for reader in readers:
+            reader.at(3)
+        victim = _busiest(cluster)
+        cluster.processes[victim].end(signal.SIGKILL)
+    finally:
+        pace.free()
     for reader, (ids, text) in zip(readers, expected, strict=True):
         reader.join(120)
         assert reader.status == 200 and reader.done, reader.events[-2:]
