@@ -270,6 +270,8 @@ class Transfer:
         try:
             if self._connected:
                 pulled = await self._puller.pull(self._namespace_id, pull)
+        except ForebayError as error:  # a rank is gone, and the worker will be
+            log.warning("a pull failed: %s", error)
         except Exception:
             log.exception("a pull failed in a way it should not; its request computes")
         finally:

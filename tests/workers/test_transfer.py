@@ -16,9 +16,10 @@ from forebay.kvstore.identity import Chain, Namespace, pack_tokens, root_key
 from forebay.kvstore.protocol import NewChunk
 from forebay.workers import pushing
 from forebay.workers.counters import Counters
-from forebay.workers.moves import Push, Pushed, StoreChanged
+from forebay.workers.moves import Pull, Pulled, Push, Pushed, StoreChanged
 from forebay.workers.prefix import GroupShape
 from forebay.workers.pushing import PushQueue
+from forebay.workers.ranks.errors import RankLost
 from forebay.workers.transfer import Transfer, TransferConfig
 from tests.scheduler.simulation import geometry
 from tests.workers.fake_store import FakeStore
@@ -35,6 +36,7 @@ class Ear:
     """Collects what the transfer thread delivers."""
 
     pushed: list[Pushed] = field(default_factory=list)
+    pulled: list[Pulled] = field(default_factory=list)
     connected: list[bool] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -42,6 +44,8 @@ class Ear:
         with self.lock:
             if isinstance(message, Pushed):
                 self.pushed.append(message)
+            elif isinstance(message, Pulled):
+                self.pulled.append(message)
             elif isinstance(message, StoreChanged):
                 self.connected.append(message.connected)
 
@@ -178,3 +182,18 @@ def test_the_queue_batches_by_retention_and_the_store_is_told() -> None:
         assert all(t.push(push) for push in offered)
         wait_until("stored", lambda: len(ear.pushed) == 3)
     assert store.retained == [0.0, 60.0, 0.0]
+
+
+def test_a_rank_that_is_lost_in_a_load_is_a_line_in_the_log_and_the_load_is_answered(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lost(*asked: object) -> Pulled:
+        raise RankLost("rank 1 is gone")
+
+    with caplog.at_level("WARNING"), transfer(FakeStore()) as (made, ear):
+        wait_until("connected", lambda: made.connected)
+        monkeypatch.setattr(made._puller, "pull", lost)
+        made.pull(Pull("r", b"", b"", b"", 16, 0, ()))
+        wait_until("the answer", lambda: ear.pulled)
+    assert [(pulled.request, pulled.hit) for pulled in ear.pulled] == [("r", 0)]
+    assert "a pull failed: rank 1 is gone" in caplog.text and "Traceback" not in caplog.text
