@@ -1,8 +1,8 @@
 """Where each page of one request is. Pure.
 
     DIRTY ----copied and held in host memory----> CLEAN ----released----> LENT ----its block is reused----> ABSENT
-      ^                                             ^                       |
-      `--- forgotten (a store that went away) ------+------- taken back ----'
+      ^                                             |
+      `---- forgotten (a store that went away) -----'
 
     DIRTY     only the device has it
     CLEAN     host memory has it too, under a lease; the request still holds the block
@@ -143,13 +143,6 @@ class Pages:
         """Somebody else needs the block of a lent page."""
         assert self.state(page) is Page.LENT, (page, self.state(page))
         self._state[page], self._resident[page] = Page.ABSENT, NONE
-
-    def take_back(self, page: int) -> int:
-        """The request holds a lent page again; returns its block."""
-        assert self.state(page) is Page.LENT, (page, self.state(page))
-        self._state[page] = Page.CLEAN
-        self._clean.add(page)
-        return int(self._resident[page])
 
     def check(self) -> None:
         """Assert what always holds. For tests."""

@@ -54,12 +54,6 @@ def test_a_lent_page_can_be_read_until_its_block_is_needed() -> None:
     assert pages.state(1) is Page.ABSENT and pages.resident[1] == -1 and pages.readable
 
 
-def test_a_lent_page_can_be_taken_back() -> None:
-    pages = pages_of(5, clean=5)
-    pages.release(0, findable=True)
-    assert pages.take_back(0) == 100 and pages.state(0) is Page.CLEAN and 0 in list(pages.releasable())
-
-
 def test_when_host_memory_is_lost_what_was_released_is_nowhere() -> None:
     pages = pages_of(6, clean=6)
     pages.release(3, findable=False)
@@ -87,6 +81,6 @@ def test_any_order_of_deeds_keeps_the_books(seed: int) -> None:
         else:
             lent = [page for page in range(count) if pages.state(page) is Page.LENT]
             if lent:
-                (pages.reused if deed < 5 else pages.take_back)(rng.choice(lent))
+                pages.reused(rng.choice(lent))
         pages.check()
         assert pages.readable
