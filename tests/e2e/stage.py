@@ -18,6 +18,7 @@ from typing import Any
 from forebay.testing.cluster import Cluster, Completion, wait_for
 from forebay.workers.control import WorkerControl
 from tests.e2e.backends import Backend, Bucket, Files, Peer
+from tests.e2e.paced import Pace
 from tests.e2e.reference import greedy_reference
 from tests.e2e.streams import Stream
 from tests.e2e.windowed import tiny_windowed
@@ -90,7 +91,7 @@ class Stage:
     def build(cls, folder: Path, ranks: int) -> Stage:
         """Start what all sources share; the store comes with `play`."""
         tiny_windowed(folder / "model")
-        cluster = Cluster(folder, folder / "model", chunk_tokens=CHUNK)
+        cluster = Cluster(folder, folder / "model", chunk_tokens=CHUNK, module=Pace(folder / "pace").module)
         return cls(cluster, write_script(folder / "model"), ranks, Peer(folder / "peer"))
 
     def play(self, source: str) -> None:
@@ -107,6 +108,11 @@ class Stage:
             self._restart_store(source)
             values = self.cluster.store_values()
             assert values["host.bytes_used"] == 0 and values.get("host.readopted", 0) == 0, "nothing is in memory"
+
+    @property
+    def pace(self) -> Pace:
+        """How fast both workers are."""
+        return Pace(self.cluster.folder / "pace")
 
     def _restart_store(self, source: str) -> None:
         cluster, store = self.cluster, self.cluster.processes.get("store")
@@ -173,12 +179,23 @@ class Stage:
         """The answer as it comes."""
         return Stream(self.cluster, FRONT, asked.prompt, len(asked.answer), cache_salt=self.salt, **more)
 
+    @contextmanager
+    def flowing(self) -> Iterator[None]:
+        """Inside, answers come no faster than they are read."""
+        self.pace.flow()
+        try:
+            yield
+        finally:
+            self.pace.free()
+
     def mid_chunk(self, stream: Stream, asked: Asked) -> int:
-        """Let a stream come to the next middle of a chunk, long after the chunk before that was full; its tokens."""
+        """Let a stream come to the next middle of a chunk, long after the chunk before that was full, and go on at a
+        crawl; its tokens."""
         count = len(stream.ids) + 1
         while (len(asked.prompt) + count) % CHUNK != CHUNK // 2:
             count += 1
         stream.reach(count)
+        self.pace.wait()
         return count
 
     @contextmanager

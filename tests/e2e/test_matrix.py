@@ -57,11 +57,12 @@ def comes_from(stage: Stage, source: str, worker: str, tokens: int) -> Iterator[
 
 def test_worker_killed(stage: Stage, source: str) -> None:
     asked, resubmitted, again = stage.script.kill_worker, stage.link("resubmitted"), stage.link("recomputed")
-    with stage.at_one_worker(source, asked) as name, comes_from(stage, source, name, asked.stored):
-        stream = stage.stream(asked)
-        stream.reach(1)
-    stage.mid_chunk(stream, asked)
-    old = stage.kill(name)
+    with stage.flowing():
+        with stage.at_one_worker(source, asked) as name, comes_from(stage, source, name, asked.stored):
+            stream = stage.stream(asked)
+            stream.reach(1)
+        stage.mid_chunk(stream, asked)
+        old = stage.kill(name)
     try:
         assert stream.done() == asked.answer
         # Once; where this machine stands still for over a second, its front end takes that for one more death.
@@ -76,7 +77,7 @@ def test_worker_killed(stage: Stage, source: str) -> None:
 def test_cancelled(stage: Stage, source: str) -> None:
     asked, cancelled = stage.script.cancel, stage.figure("requests.cancelled")
     with stage.at_one_worker(source, asked) as name:
-        with comes_from(stage, source, name, asked.stored):
+        with comes_from(stage, source, name, asked.stored), stage.flowing():
             stream = stage.stream(asked, leave_after=10)
             stream.join(60)
         assert stream.ids == asked.answer[: len(stream.ids)] and len(stream.ids) >= 10
@@ -123,12 +124,13 @@ def test_store_killed(stage: Stage, source: str) -> None:
     asked: Asked = stage.script.kill_store
     readopted = stage.cluster.store_values().get("host.readopted", 0)
     with stage.at_one_worker(source, asked) as name:
-        with comes_from(stage, source, name, asked.stored):
-            stream = stage.stream(asked)
-            stream.reach(1)
-        seen = stage.mid_chunk(stream, asked)
-        stage.cluster.settle(FRONT)
-        old = stage.kill("store")
+        with stage.flowing():
+            with comes_from(stage, source, name, asked.stored):
+                stream = stage.stream(asked)
+                stream.reach(1)
+            seen = stage.mid_chunk(stream, asked)
+            stage.cluster.settle(FRONT)
+            old = stage.kill("store")
         try:
             assert stream.done() == asked.answer, "its worker goes on without"
         finally:
