@@ -1,4 +1,4 @@
-"""Every kernel where all that Triton makes a constant of is one: sizes, rows, heads, strides. Compiled for sm_90."""
+"""Every kernel where all that Triton makes a constant of is one, where it may be: sizes, rows, heads, strides. Compiled for sm_90."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from forebay.kernels.ahead.record import recorded
 from forebay.kernels.ahead.targets import TARGETS, compile_for
 from forebay.kernels.choose import Choices
 from forebay.kernels.experts import Activation, Stack
-from forebay.kernels.gpu import attend, choose, experts, indexer, latent, merge, move, norm, rotary, route, sparse
+from forebay.kernels.gpu import attend, choose, experts, hot, indexer, latent, merge, move, norm, rotary, route, sparse
 from forebay.kernels.gpu.attend import Tiling
 from forebay.kernels.gpu.experts import Sizes
+from forebay.kernels.hot import Ask, Mirror, SwapPlan, new_regions
 from forebay.kernels.lse import Lse
 from forebay.kernels.moe import Routing
 from forebay.kernels.moving import Pattern
@@ -44,6 +45,9 @@ def launch_all() -> None:
     experts.expert_products(empty(1, 1), Stack(empty(1, 1, 1)), chosen, order, Sizes(), dtype=torch.bfloat16)
     experts.activate(empty(1, 2), Activation("situ", beta=1.0))
     experts.sum_choices(exact(1, 1), 1, torch.float32)
+    mirror, flags = Mirror(byte, one[0]), one[0]
+    hot.resolve_and_copy(new_regions(1, 16, META), Ask(one[None], flags, one, one), mirror, latents, 0)
+    hot.replay(SwapPlan(one, one, one, flags, flags), mirror, latents, 0)
 
 
 if __name__ == "__main__":
