@@ -1,4 +1,4 @@
-"""Every kernel where all that Triton makes a constant of is one, if it may be: sizes, rows, heads, strides. For sm_90."""
+"""Every kernel where all that Triton makes a constant of is one, if that may be: sizes, heads, strides; for sm_90."""
 
 from __future__ import annotations
 
