@@ -73,13 +73,20 @@ def figure(figures: dict[str, float], name: str) -> float:
     return next((value for key, value in figures.items() if key == wanted), 0.0)
 
 
+def adds_up(found: float, figures: dict[str, float], cached: int) -> bool:
+    """Is what the worker found what its requests were told? Where this machine stands still for over a second, the
+    front end takes the worker for dead and asks it again: then it finds that request's prefix once more."""
+    again = figures["forebay_link_resubmitted"]
+    return found == cached if again == 0 else cached <= found
+
+
 def test_cold_then_device(case: Case) -> None:
     case.ask_all("front1", known=False)
     before = case.cluster.figures("front1")
     cached = case.ask_all("front1", known=True)
     after = case.cluster.figures("front1")
     grown = figure(after, "cached.device") - figure(before, "cached.device")
-    assert cached > 0 and grown == cached, "the second time everything comes from the device"
+    assert cached > 0 and adds_up(grown, after, cached), "the second time everything comes from the device"
 
 
 def test_host_hit_from_another_worker(case: Case) -> None:
@@ -90,7 +97,7 @@ def test_host_hit_from_another_worker(case: Case) -> None:
     figures = case.cluster.figures("front2")
     assert figure(figures, "loaded.host.bytes") > 0
     from_host, from_device = figure(figures, "cached.host"), figure(figures, "cached.device")
-    assert from_host > 0 and from_host + from_device == cached
+    assert from_host > 0 and adds_up(from_host + from_device, figures, cached)
 
 
 def test_file_hit_after_everything_was_restarted(case: Case) -> None:
@@ -106,7 +113,7 @@ def test_file_hit_after_everything_was_restarted(case: Case) -> None:
     values, figures = cluster.store_values(), cluster.figures("front1")
     assert values["tier.fs.promoted_bytes"] > 0
     assert figure(figures, "cached.fs") > 0
-    assert sum(figure(figures, f"cached.{source}") for source in ("device", "host", "fs")) == cached
+    assert adds_up(sum(figure(figures, f"cached.{source}") for source in ("device", "host", "fs")), figures, cached)
 
 
 def test_a_worker_killed_in_mid_stream_is_carried_over(case: Case) -> None:
