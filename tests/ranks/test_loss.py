@@ -50,20 +50,26 @@ class Front:
         return Cluster.body(prompt, length, **more)
 
 
+def over_a_killed_rank(serving: Serving, wanted: list[int]) -> tuple[int, int]:
+    """Kill the second of two ranks in the middle of a stream, which must go on to its end; the process ids of the
+    worker that was, of which nothing is left, and of its successor."""
+    worker = serving.pids()["worker"]
+    (rank,) = children(worker)
+    stream = Stream(Front(serving), "front", PROMPT, LENGTH)  # type: ignore[arg-type]
+    stream.reach(KILL_AT)
+    os.kill(rank, signal.SIGKILL)
+    seen = len(stream.ids)
+    assert stream.done() == wanted and seen < LENGTH, "no token is missing, repeated or another"
+    wait_gone([worker, rank])
+    return worker, serving.pids()["worker"]
+
+
 def test_a_killed_rank_ends_its_worker_and_the_stream_goes_on(model: Path, wanted: list[int], tmp_path: Path) -> None:
     serving = Serving(tmp_path, model, free_port())
     serving.start("--dtype", "float64", "--tensor-parallel-size", "2", "--threads", "1")
     try:
         serving.ready()
-        worker = serving.pids()["worker"]
-        (rank,) = children(worker)
-        stream = Stream(Front(serving), "front", PROMPT, LENGTH)  # type: ignore[arg-type]
-        stream.reach(KILL_AT)
-        os.kill(rank, signal.SIGKILL)
-        seen = len(stream.ids)
-        assert stream.done() == wanted and seen < LENGTH, "no token is missing, repeated or another"
-        wait_gone([worker, rank])
-        another = serving.pids()["worker"]
+        worker, another = over_a_killed_rank(serving, wanted)
         assert another != worker and len(children(another)) == 1
         assert "has ended (killed by SIGKILL), so this worker ends" in serving.log
         assert "the worker has ended (exit code 1)" in serving.log

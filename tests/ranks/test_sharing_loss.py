@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 from tests.checkpoints import tiny_deepseek_v3
 from tests.cli.test_serve import Serving, free_port
 from tests.e2e.reference import greedy_reference
-from tests.e2e.streams import Stream
 from tests.ranks.conftest import children, wait_gone
-from tests.ranks.test_loss import KILL_AT, LENGTH, PROMPT, Front
+from tests.ranks.test_loss import LENGTH, PROMPT, over_a_killed_rank
 
 
 def test_what_it_had_is_put_together_from_the_store(tmp_path: Path) -> None:
@@ -24,15 +21,7 @@ def test_what_it_had_is_put_together_from_the_store(tmp_path: Path) -> None:
     )
     try:
         serving.ready()
-        worker = serving.pids()["worker"]
-        (rank,) = children(worker)
-        stream = Stream(Front(serving), "front", PROMPT, LENGTH)  # type: ignore[arg-type]
-        stream.reach(KILL_AT)
-        os.kill(rank, signal.SIGKILL)
-        seen = len(stream.ids)
-        assert stream.done() == wanted and seen < LENGTH, "no token is missing, repeated or another"
-        wait_gone([worker, rank])
-        another = serving.pids()["worker"]
+        worker, another = over_a_killed_rank(serving, wanted)
         last = [another, *children(another)]
         assert another != worker and len(last) == 2
     finally:
