@@ -24,6 +24,7 @@ from forebay.connectors.blocks import covered, held_from
 from forebay.connectors.copying import Finish, GroupCopier, checksums
 from forebay.connectors.link import StoreLink
 from forebay.connectors.orders import Load, Orders, Span
+from forebay.connectors.teams import without_team
 from forebay.errors import CorruptChunk, StoreError, StoreUnavailable
 from forebay.kvstore.geometry import MATCH_UNIT, GroupGeometry
 from forebay.kvstore.identity import decode_namespace
@@ -104,7 +105,7 @@ class Mover:
         self._geometries, self._copiers = tuple(geometries), tuple(copiers)
         self._writers, self._writes = tuple(writers), tuple(writes)
         self._queue_bytes, self._store_wait_s = queue_bytes, store_wait_s
-        self._threads = ThreadPoolExecutor(2, "forebay-copy")
+        self._threads = ThreadPoolExecutor(2, "forebay-copy", initializer=without_team)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._done = Done(set(), set(), set())
