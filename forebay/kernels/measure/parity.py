@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forebay.kernels import choose, experts, moe, norm, paged, rotary
+from forebay.kernels import choose, experts, hot, moe, norm, paged, rotary
 from forebay.kernels.choose import Choices
 from forebay.kernels.chosen import best_columns
 from forebay.kernels.experts import Activation, Stack
@@ -17,6 +17,7 @@ from forebay.kernels.formats import as_fnuz
 from forebay.kernels.gpu import attend, indexer, latent, move, sparse
 from forebay.kernels.gpu import choose as gpu_choose
 from forebay.kernels.gpu import experts as gpu_experts
+from forebay.kernels.gpu import hot as gpu_hot
 from forebay.kernels.gpu import norm as gpu_norm
 from forebay.kernels.gpu import rotary as gpu_rotary
 from forebay.kernels.gpu import route as gpu_route
@@ -171,6 +172,38 @@ def check_move(place: Place) -> None:
         same(payload.view(-1, 2, heads)[:, 1].any(), torch.tensor(False))
 
 
+def check_hot(place: Place) -> None:
+    """Hits, misses, rows of the device and one that is nowhere, over three steps; and a layer that shares the plan."""
+    rng = torch.Generator().manual_seed(9)
+    noise = torch.randint(0, 255, (20 * 2 * 16 * 48,), generator=rng).to(torch.uint8)
+    pages = torch.randperm(24, generator=rng)
+    first = torch.where(pages < 20, pages * (2 * 16 * 48), hot.NONE)
+    resident = torch.tensor([[30, -1, -1, 31, -1, -1], [-1] * 6])
+    host = torch.tensor([[-1, 2, 9, 4, 11, -1], [9, 11, 0, 7, 15, 3]])
+    sides = []
+    for device in (torch.device("cpu"), place.device):
+        regions = hot.new_regions(2, 32, device)
+        regions.blocks.copy_(torch.arange(4).view(2, 2))
+        mirror = hot.Mirror(noise.to(device), first.to(device))
+        sides.append((regions, mirror, torch.zeros(32, 2, 1, 1, 16, 24, dtype=torch.float16, device=device)))
+    (wanted_in, known, wanted_pool), (found_in, mirror, pool) = sides
+    for step in range(3):
+        chosen = torch.stack([torch.randperm(96, generator=rng)[:12] for _ in range(2)]).view(2, 1, 12)
+        chosen[0, 0, step] = hot.NONE
+        ask = hot.Ask(chosen, torch.tensor([0, 1]), resident, host)
+        wanted = hot.resolve(wanted_in, ask)
+        there = hot.Ask(*(side.to(place.device) for side in (chosen, ask.regions, resident, host)))
+        found = gpu_hot.resolve_and_copy(found_in, there, mirror, pool, 0)
+        gpu_hot.replay(found, mirror, pool, 1)
+        for layer in (0, 1):
+            hot.copy_rows(wanted, known, wanted_pool, layer)
+        for name in ("rows", "sources", "targets", "swaps", "cold"):
+            same(getattr(found, name), getattr(wanted, name))
+        same(found_in.held, wanted_in.held)
+        same(found_in.order, wanted_in.order)
+        same(pool.view(torch.int16), wanted_pool.view(torch.int16))
+
+
 def check_norm(place: Place) -> None:
     """With a residual sum."""
     hidden, x = place.noise(3, 100, dtype=torch.float32), place.noise(3, 100, seed=1)
@@ -260,6 +293,7 @@ CHECKS: dict[str, Check] = {
     "sparse": check_sparse,
     "index": check_index,
     "move": check_move,
+    "hot": check_hot,
     "norm": check_norm,
     "turn": check_turn,
     "activate": check_activate,
