@@ -26,6 +26,11 @@ class Keys:
     k: Tensor
     v: Tensor
 
+    def clear(self, rows: Tensor) -> None:
+        """Make what is summed at `rows`, int64, of all rows in order, zeros. A weight of 0 hides a number only: what
+        somebody else has left there may be none. Mutates `v`."""
+        self.v.flatten(0, -2).index_fill_(0, rows, 0)
+
 
 def exact(dtype: torch.dtype) -> torch.dtype:
     """What outputs and LSEs of parts are computed in."""

@@ -98,11 +98,13 @@ def query_heads(own: range, context: Context | None) -> range:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Decodes:
-    """Rows [first, first + B) of those that are asked: one query each, over `blocks` [B, n] up to `lengths` [B]."""
+    """Rows [first, first + B) of those that are asked: one query each, over `blocks` [B, n] up to `lengths` [B]. Behind
+    these are `others` int64, among the rows of all blocks: nobody's, or somebody else's."""
 
     first: int
     blocks: Tensor
     lengths: Tensor
+    others: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,6 +173,7 @@ class DealtAttention:
         for decodes in plan.decodes:
             queries = everyone[decodes.first : decodes.first + len(decodes.lengths)]
             keys = self.stored.gather(pool, decodes.blocks, q.dtype)
+            keys.clear(decodes.others)
             parts.append(attend_lengths(queries, keys, decodes.lengths))
         for chunk in plan.chunks:
             if chunk.first is not None:
@@ -287,7 +290,7 @@ class DealtAttention:
     def _decodes(self, batch: Batch, tables: Tensor, singles: Sequence[int], pool: Tensor) -> list[_Decodes]:
         dealing, done = self.context.dealing, 0
         block_bytes = self.group.planes * dealing.block_tokens * pool.shape[-1] * pool.element_size()
-        totals = torch.tensor([batch.spans[index].total_len for index in singles], device=pool.device)
+        totals = torch.tensor([batch.spans[index].total_len for index in singles])
         made: list[_Decodes] = []
         while done < len(singles):
             longest = dealing.local_blocks(batch.spans[singles[done]].total_len)
@@ -297,6 +300,9 @@ class DealtAttention:
             count = sum(2 * length >= longest for length in lengths)
             part = torch.tensor(singles[done : done + count], device=pool.device)
             blocks = tables.index_select(0, part)[:, :longest].clamp(min=0)  # what is behind a length is hidden
-            made.append(_Decodes(done, blocks, dealing.local_lengths(totals[done : done + count])))
+            own = dealing.local_lengths(totals[done : done + count])
+            behind = torch.arange(longest * dealing.block_tokens) >= own[:, None]
+            others = behind.flatten().nonzero()[:, 0]
+            made.append(_Decodes(done, blocks, own.to(pool.device), others.to(pool.device)))
             done += count
         return made

@@ -181,6 +181,11 @@ class WorkerConfig:
                 f"decode_context_parallel_size {self.decode_context_parallel_size} must divide tensor_parallel_size "
                 f"{self.tensor_parallel_size}: it takes these ranks, and adds none"
             )
+        if self.decode_context_parallel_size == 1 and (self.cp_kv_cache_interleave_size > 1 or self.dcp_q_replicate):
+            raise ConfigError(
+                "cp_kv_cache_interleave_size and dcp_q_replicate are for decode_context_parallel_size > 1: "
+                "raise that, or leave them out"
+            )
         if self.enable_expert_parallel and (self.tensor_parallel_size == 1 or self.prefill_context_parallel_size > 1):
             raise ConfigError(
                 "enable_expert_parallel deals out experts to tensor parallel ranks: raise tensor_parallel_size to 2 or "

@@ -75,6 +75,23 @@ def test_nothing_seen_by_anybody_is_zero() -> None:
     assert bool((weigh(lses, 1).lse == -math.inf).all())
 
 
+@pytest.mark.parametrize("junk", [math.nan, math.inf])
+@pytest.mark.parametrize("latent", [False, True])
+def test_what_is_cleared_is_hidden_even_if_it_is_no_number(junk: float, latent: bool) -> None:
+    """Behind a row's length there is what somebody else has left, in scores and in what is summed."""
+    q, lengths, value = randn(3, HEADS, DIM), torch.tensor([0, 5, 8]), 5 if latent else DIM
+    k = randn(3, 8, DIM)
+    v = k[..., :value] if latent else randn(3, 8, DIM)
+    expected = attend_lengths(q, Keys(k.clone(), v.clone()), lengths)
+    behind = torch.arange(8) >= lengths[:, None]
+    k[behind] = junk
+    v[behind] = junk
+    keys = Keys(k, v)
+    keys.clear(behind.flatten().nonzero()[:, 0])
+    found = attend_lengths(q, keys, lengths)
+    assert torch.equal(found.out, expected.out) and torch.equal(found.lse.values, expected.lse.values)
+
+
 @pytest.mark.parametrize(("size", "step"), [(2, 1), (4, 1), (4, 4), (8, 2)])
 @pytest.mark.parametrize("history", [0, 1, 15, 16, 37])
 def test_several_new_tokens_see_what_each_may_see(size: int, step: int, history: int) -> None:

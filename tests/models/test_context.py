@@ -5,6 +5,7 @@ Ranks are threads here, so that all families and shapes can be tried: what real 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from forebay.errors import ConfigError
 from forebay.kernels.dealing import Dealing
 from forebay.models import context as flow
 from forebay.models.context import Prefill
@@ -104,14 +106,16 @@ class Computed:
 
 def compute(
     path: Path, way: Way | None, steps: Pieces, *, dtype: torch.dtype = torch.float64,
-    kv_dtype: torch.dtype | None = None,
+    kv_dtype: torch.dtype | None = None, stale: float = 0.0,
 ) -> Computed:  # fmt: skip
-    """Feed sequences in steps; `way` None: to one rank."""
+    """Feed sequences in steps; `way` None: to one rank. Blocks are full of `stale` before."""
     ranks = [Alone()] if way is None else ranks_of(way)
 
     def run(rank: Alone | SharingRank) -> tuple[list[Tensor], Runner, list[Traffic]]:
         torch.set_num_threads(1)
         runner = Runner(load_model(path, dtype=dtype, device=CPU, ranks=rank, kv_dtype=kv_dtype))
+        for pool in runner.pools.values() if stale else ():
+            pool.fill_(stale)
         logits, sent = [], []
         for step in steps:
             logits.append(runner.step(dict(step)))
@@ -191,6 +195,45 @@ def test_ranks_that_share_positions_compute_what_one_computes(case: str, tmp_pat
     for expected, found in zip(alone.logits, shared.logits, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
     check_pools(alone.runners[0], shared.runners, way)
+
+
+STALE = [(LLAMA1, Way(4, 4)), (LLAMA2, Way(4, 2, 8, "a2a", "context")), (V3, Way(4, 4, 2, prefill="query"))]
+
+
+@pytest.mark.parametrize(("make", "way"), STALE, ids=["llama", "llama-keys-sent", "deepseek_v3"])
+def test_what_others_have_left_in_blocks_counts_for_nothing(make: Maker, way: Way, tmp_path: Path) -> None:
+    """A block that is given away isn't wiped: a request whose keys were no numbers would spoil all that come after."""
+    path, steps = make(tmp_path), mixed_steps()
+    alone, shared = compute(path, None, steps), compute(path, way, steps, stale=math.nan)
+    for expected, found in zip(alone.logits, shared.logits, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+CLOSE = 1e-4
+LIKELIEST = {
+    "llama-one-kv-head": (LLAMA1, Way(4, 4)),
+    "llama-two-kv-heads": (LLAMA2, Way(4, 2, 4, prefill="query")),
+    "qwen3_moe": (partial(checkpoints.tiny_qwen3_moe, num_key_value_heads=1), Way(4, 4, backend="a2a")),
+    "deepseek_v3": (V3, Way(4, 4, 2)),
+}
+
+
+@pytest.mark.parametrize("case", LIKELIEST)
+def test_in_fp32_the_likeliest_token_is_the_same_unless_two_are_as_good(case: str, tmp_path: Path) -> None:
+    make, way = LIKELIEST[case]
+    path, steps = make(tmp_path), mixed_steps()
+    alone, shared = (torch.cat(compute(path, some, steps, dtype=torch.float32).logits) for some in (None, way))
+    other = alone.argmax(dim=1) != shared.argmax(dim=1)
+    best = alone.topk(2, dim=1).values
+    print(f"{case}: {int(other.sum())} of {len(alone)} rows have another likeliest token")
+    assert bool((best[other, 0] - best[other, 1] <= CLOSE).all())
+    torch.testing.assert_close(shared, alone, rtol=0, atol=CLOSE)
+
+
+def test_queries_that_are_normed_together_can_not_be_replicated(tmp_path: Path) -> None:
+    path = FAMILIES["minimax_m2"].make(tmp_path)
+    with pytest.raises(ConfigError, match="dcp_q_replicate: this family norms all query heads together; leave it out"):
+        load_model(path, dtype=torch.float64, device=CPU, ranks=ranks_of(Way(4, 2, replicated=True))[0])
 
 
 @pytest.mark.parametrize("make", [LLAMA1, V3], ids=["llama", "deepseek_v3"])

@@ -188,6 +188,8 @@ def test_too_little_memory_is_refused_with_the_amount_that_would_do() -> None:
     ({"tensor_parallel_size": 4, "decode_context_parallel_size": 3}, "must divide tensor_parallel_size 4"),
     ({"decode_context_parallel_size": 2}, "must divide tensor_parallel_size 1"),
     ({"cp_kv_cache_interleave_size": 0}, "must be at least 1"),
+    ({"cp_kv_cache_interleave_size": 2}, "are for decode_context_parallel_size > 1"),
+    ({"dcp_q_replicate": True}, "are for decode_context_parallel_size > 1"),
     ({"tensor_parallel_size": 32, "prefill_context_parallel_size": 4}, "more ranks than 64"),
     ({"tensor_parallel_size": 2, "device": "cuda:1"}, "with tensor_parallel_size > 1 say cuda"),
     ({"enable_expert_parallel": True}, "raise tensor_parallel_size to 2 or more"),
