@@ -10,16 +10,17 @@
 
 Memory is reached through an injected `PoolMemory`, which writes slot headers; facts go out through `tell`; time comes
 from `clock`. Nothing here walks the whole table at once: `tick` does what is due and what was dropped in slices.
-The daemon calls it from one thread.
+The daemon calls it from one thread. One file because every change of a chunk's state is here and nowhere else.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from forebay.errors import CorruptChunk
+from forebay.kvstore.aside import Asides
 from forebay.kvstore.chores import Chores
 from forebay.kvstore.clearing import Clearing, Scope, clear_steps
 from forebay.kvstore.departures import Departures
@@ -38,7 +39,7 @@ from forebay.kvstore.placement import Placement
 from forebay.kvstore.policies.registry import Policies, PolicyChoice
 from forebay.kvstore.protocol import NewChunk, Slot
 from forebay.kvstore.quarantine import Quarantine
-from forebay.kvstore.reservations import Reservations
+from forebay.kvstore.reservations import Reservations, parts_of
 from forebay.kvstore.slots import slot_bytes_for
 from forebay.kvstore.tenancy import TenantRule
 
@@ -89,7 +90,10 @@ class StoreCore:
             accounts_max=self.limits.tenants,
         )  # fmt: skip
         self.chores = Chores()
-        self.leases = Leases(self.pin_all, self.unpin_all, self.chores, self.limits.leases_per_client)
+        self.aside = Asides(self)
+        self.leases = Leases(
+            self.pin_all, self.unpin_all, self.chores, self.limits.leases_per_client, self.aside.free
+        )  # fmt: skip
         self.pins = Pins(self.place, self.limits, self.pin, self.unpin)
         self.promoting_bytes = 0
         self.clock = clock
@@ -167,48 +171,55 @@ class StoreCore:
         *,
         retain_s: float = 0.0,
         writers: int = 1,
+        aside: int = 0,
     ) -> Slot:
-        """A slot that `client` may write this chunk into, or why not.
+        """A slot that `client` may write this chunk into, or why not. It comes from what was set `aside` under that
+        lease, if there is any left for such chunks; and the chunk, once it is there, is kept under it.
 
         With `retain_s` the chunk is retained for its tenant so long, also if it is here already. With several
         `writers` so many connections of the client's group reserve it, get the same slot, and write a part each.
         """
         namespace = self.namespaces[namespace_id]
+        hold = self.aside.of(client, aside, namespace_id, tenant, chunk)
         known = self.table.get(chunk.group, chunk.key)
         if known is not None and known.state is not SlotState.COMMITTED:
-            return self._join_write(client, known, writers, retain_s)
+            return self._join_write(client, known, writers, retain_s, hold)
         if known is None and extends(namespace.groups[chunk.group]):
             known = self._covering(chunk)
         if known is not None:
             self.retain(known, tenant, retain_s)
-            return Slot("exists")
+            return self._place(known, "exists") if self.aside.found(hold, known) else Slot("exists")
         if len(client.reservations) >= self.limits.reservations_per_client:
             return self._refuse("full")
         # Quarantined slots count as well: who never finishes what it reserves doesn't get more for that.
         taken = self.reserved_bytes + self.quarantined_bytes
-        if not self._within(taken, self.limits.reserved_share, namespace, chunk):
+        slot = self.aside.spend(hold, self._slot_bytes(namespace, chunk))
+        if slot is None and not self._within(taken, self.limits.reserved_share, namespace, chunk):
             return self._refuse("full")
         owner = client.id if writers == 1 else party_of(client.group)
-        entry = self._new_entry(namespace, namespace_id, tenant, chunk, SlotState.RESERVED, owner)
+        entry = self._new_entry(namespace, namespace_id, tenant, chunk, SlotState.RESERVED, owner, slot=slot)
         if entry is None:
             return self._refuse("full")
         self.reservations.open(entry, client.group, writers)
         self.counters.add("store.reserved")
-        return self._give(client, entry, retain_s)
+        return self._give(client, entry, retain_s, hold)
 
-    def _give(self, client: Client, entry: Entry, retain_s: float) -> Slot:
+    def _give(self, client: Client, entry: Entry, retain_s: float, hold: Hold | None) -> Slot:
         self._serial += 1
-        self.reservations.give(client, entry, self._serial, retain_s, self.clock() + self.limits.reservation_s)
-        return Slot(
-            "reserved", self._serial, entry.slot.extent, entry.slot.offset, entry.payload_offset, entry.generation
-        )
+        self.reservations.give(client, entry, self._serial, retain_s, self.clock() + self.limits.reservation_s, hold)
+        return self._place(entry, "reserved", self._serial)
 
-    def _join_write(self, client: Client, entry: Entry, writers: int, retain_s: float) -> Slot:
+    @staticmethod
+    def _place(entry: Entry, status: Literal["reserved", "exists"], reservation: int = 0) -> Slot:
+        slot = entry.slot
+        return Slot(status, reservation, slot.extent, slot.offset, entry.payload_offset, entry.generation)
+
+    def _join_write(self, client: Client, entry: Entry, writers: int, retain_s: float, hold: Hold | None) -> Slot:
         if not self.reservations.may_join(client, entry, writers):
             return Slot("busy")
         if len(client.reservations) >= self.limits.reservations_per_client:
             return self._refuse("full")
-        return self._give(client, entry, retain_s)
+        return self._give(client, entry, retain_s, hold)
 
     def _refuse(self, status: str) -> Slot:
         assert status == "full"
@@ -229,10 +240,11 @@ class StoreCore:
         return slot_bytes_for(group, len(chunk.tokens) // 4, namespace.chunk_tokens, len(chunk.extra))
 
     def _new_entry(
-        self, namespace: Namespace, namespace_id: bytes, tenant: str, chunk: NewChunk, state: SlotState, owner: bytes
-    ) -> Entry | None:
+        self, namespace: Namespace, namespace_id: bytes, tenant: str, chunk: NewChunk, state: SlotState, owner: bytes,
+        *, slot: SlotRef | None = None,
+    ) -> Entry | None:  # fmt: skip
         slot_bytes = self._slot_bytes(namespace, chunk)
-        slot = self.place.take(slot_bytes, tenant)
+        slot = slot or self.place.take(slot_bytes, tenant)
         if slot is None:
             return None
         self._generation += 1
@@ -282,6 +294,8 @@ class StoreCore:
         self.counters.add("store.committed")
         self.counters.add("store.committed_bytes", entry.payload_length)
         self.retain(entry, entry.tenant, ended.retain_s)
+        for part in parts_of(ended):
+            self.aside.keep(part.hold, entry)
         return entry
 
     def _publish(self, entry: Entry, header: ChunkHeader) -> None:
@@ -453,9 +467,13 @@ class StoreCore:
         """
         if not entries:
             return 0
+        hold = self.open_lease(client, lease_s, entries, hit)
+        return hold.lease if hold is not None else 0
+
+    def open_lease(self, client: Client, lease_s: float, entries: Sequence[Entry] = (), hit: int = 0) -> Hold | None:
+        """The same, also without any entries so far; None if the client may hold no more."""
         self._serial += 1
-        hold = self.leases.grant(client, self._serial, hit, entries, self._lease_end(lease_s))
-        return self._serial if hold is not None else 0
+        return self.leases.grant(client, self._serial, hit, entries, self._lease_end(lease_s))
 
     def join(self, client: Client, lease: int, *, lease_s: float = 0.0) -> Hold | None:
         """Pin a lease of the client's group for this client too, or set a new end to its own hold of it."""

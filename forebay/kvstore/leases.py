@@ -13,10 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from forebay.kvstore.chores import STEP_CHUNKS, Chores
 from forebay.kvstore.deadlines import Deadlines
 from forebay.kvstore.entry import Entry
+
+if TYPE_CHECKING:
+    from forebay.kvstore.aside import Aside
 
 AT_ONCE = 256
 """So many chunks are let go of within a call; what is more goes in steps."""
@@ -24,7 +28,8 @@ AT_ONCE = 256
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """One connection's share of a lease. A chunk that was let go of early is None in `entries`."""
+    """One connection's share of a lease. A chunk that was let go of early is None in `entries`. Under one with room set
+    `aside` there will be more."""
 
     lease: int
     client: Client
@@ -32,12 +37,19 @@ class Hold:
     entries: list[Entry | None]
     left: int
     bucket: int = 0
+    aside: Aside | None = None
+
+    @property
+    def lives(self) -> bool:
+        """Has it not ended?"""
+        return self.client.leases.get(self.lease) is self
 
 
 @dataclass(slots=True, eq=False)
 class Reservation:
     """A slot that a client may write. `retain_s` is how long its chunk is to be retained once it is there. With a
-    `shared` write it is one part of several, which may be `written` before the others are."""
+    `shared` write it is one part of several, which may be `written` before the others are. `hold` is the lease that
+    keeps the chunk from its commit on."""
 
     id: int
     client: Client
@@ -46,6 +58,7 @@ class Reservation:
     bucket: int = 0
     shared: SharedWrite | None = None
     written: bool = False
+    hold: Hold | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +106,8 @@ class Client:
 
 
 class Leases:
-    """All leases of a store. Pins and unpins through the core; long work goes to its chores."""
+    """All leases of a store. Pins and unpins through the core; long work goes to its chores. `free(aside)` gives back
+    in steps what was set aside under a lease that has ended."""
 
     def __init__(
         self,
@@ -101,8 +115,9 @@ class Leases:
         unpin: Callable[[Sequence[Entry]], None],
         chores: Chores,
         holds_max: int,
+        free: Callable[[Aside], Iterator[int]] = lambda aside: iter(()),
     ) -> None:
-        self._pin, self._unpin, self._chores = pin, unpin, chores
+        self._pin, self._unpin, self._chores, self._free = pin, unpin, chores, free
         self._holds_max = holds_max
         self._groups: dict[bytes, dict[Client, None]] = {}
         self.deadlines: Deadlines[Hold] = Deadlines()
@@ -135,10 +150,19 @@ class Leases:
             self.deadlines.drop(mine, mine.bucket)
             mine.bucket = self.deadlines.set(mine, until)
             return mine
-        others = [c.leases[lease] for c in self._groups.get(client.group or client.id, ()) if lease in c.leases]
+        others = self._held(client, lease)
         if not others:
             return None
         return self.grant(client, lease, others[0].hit, _union(others), until)
+
+    def find(self, client: Client, lease: int) -> Hold | None:
+        """The hold of a lease with room set aside, if this client has it, or could join it."""
+        mine = client.leases.get(lease)
+        held = self._held(client, lease) if mine is None or mine.aside is None else [mine]
+        return next((hold for hold in held if hold.aside is not None), None)
+
+    def _held(self, client: Client, lease: int) -> list[Hold]:
+        return [c.leases[lease] for c in self._groups.get(client.group or client.id, ()) if lease in c.leases]
 
     def release(self, client: Client, leases: Iterable[int]) -> None:
         """End a client's holds of leases. Unknown ones are ignored: they ended otherwise."""
@@ -147,7 +171,7 @@ class Leases:
             hold = client.leases.pop(lease, None)
             if hold is not None:
                 self.deadlines.drop(hold, hold.bucket)
-                at_once -= hold.left
+                at_once -= hold.left + (0 if hold.aside is None else len(hold.aside.slots))
                 self._let_go_of(hold, at_once >= 0)
 
     def release_chunks(self, client: Client, lease: int, indices: Iterable[int]) -> None:
@@ -164,7 +188,7 @@ class Leases:
         hold.left -= len(given)
         part = Hold(lease, client, 0, given, len(given))
         self._let_go_of(part, len(given) <= AT_ONCE)
-        if hold.left == 0:
+        if hold.left == 0 and hold.aside is None:
             self.release(client, [lease])
 
     def expire_one(self, now: float) -> bool:
@@ -193,6 +217,8 @@ class Leases:
             some = entries[first : first + STEP_CHUNKS]
             self._unpin(some)
             yield len(some)
+        if hold.aside is not None:
+            yield from self._free(hold.aside)
 
     def detach(self, client: Client) -> Iterator[int]:
         """The connection is gone: nobody can join what it held any more. The steps let go of it."""

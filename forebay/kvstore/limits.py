@@ -36,6 +36,8 @@ class Limits:
     # Shares of the pool, so that a flood of stores can't starve promotions, nor the other way round.
     reserved_share: float = 0.5
     promoting_share: float = 0.5
+    # What may be set aside for chunks that aren't there yet: the rest stays for those who ask for nothing in advance.
+    aside_share: float = 0.75
     # What all hard pins together may hold, and what one tenant may retain.
     pin_share: float = 0.25
     retain_share: float = 0.1

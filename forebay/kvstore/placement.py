@@ -64,7 +64,7 @@ class Placement:
     extent's new slot size into the extent, before any of its slots is used.
 
     `kept` entries (soft pins, retention) are taken only when nothing else is left; what is `pinned` never.
-    `held` are quarantined slots, and at whose expense.
+    `held` are slots that are in quarantine or set aside, and at whose expense.
 
     `dependents` tells which chunks can't serve a hit without a chunk: they go with it, or it stays.
     """
@@ -300,12 +300,23 @@ class Placement:
         self._charge(account, slot.extent, size)
 
     def drop_slot(self, slot: SlotRef) -> None:
-        """A quarantined slot is free again."""
+        """A slot without an entry is free again."""
         self.may_have_room()
+        self.take_aside(slot)
+        self.slots.give_back(slot)
+
+    def set_aside(self, slot_bytes: int, tenant: str) -> SlotRef | None:
+        """`take` for a chunk that isn't there yet."""
+        slot = self.take(slot_bytes, tenant)
+        if slot is not None:
+            self.hold_slot(slot, tenant)
+        return slot
+
+    def take_aside(self, slot: SlotRef) -> None:
+        """Whoever held a slot without an entry says what becomes of it now."""
         account, size = self.held.pop(slot)
         self.busy[slot.extent] -= 1
         self._discharge(account, slot.extent, size)
-        self.slots.give_back(slot)
 
     def released(self, entry: Entry) -> None:
         """Nobody pins `entry` any more: it may be evicted, and was just used."""

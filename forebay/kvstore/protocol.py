@@ -344,6 +344,9 @@ class Reserve(Message, frozen=True):
 
     With `writers` each chunk is written by so many connections of this one's group, each a part of it (the heads of its
     rank, say): each of them reserves it and gets the same place.
+
+    What fits into room that was set `aside` under this lease, of the connection or of another one of its group, takes
+    it from there: see SetAside.
     """
 
     rid: int
@@ -352,6 +355,7 @@ class Reserve(Message, frozen=True):
     chunks: list[NewChunk]
     retain_s: float = 0.0
     writers: int = 1
+    aside: int = 0
 
 
 class Slot(msgspec.Struct, frozen=True, array_like=True):
@@ -359,6 +363,9 @@ class Slot(msgspec.Struct, frozen=True, array_like=True):
 
     `exists`: it, or a fuller chunk with the same beginning, is stored; `busy`: somebody else is writing it;
     `full`: no room could be made within the budget.
+
+    One that `exists`, for which room had been set aside, is pinned under that lease: then its place is told as well
+    (`generation` isn't 0).
     """
 
     status: Literal["reserved", "exists", "busy", "full"]
@@ -401,6 +408,33 @@ class Committed(Message, frozen=True):
     boot: bytes
     committed: int
     to_hash: list[int] = []
+
+
+class SetAside(Message, frozen=True):
+    """Set room aside for as many whole `chunks` of a group as a tenant will store for sure, so that none of them is
+    refused: all of it or nothing. `extra` is the length of what these chunks have of that. `lease_ms` as in Lookup.
+
+    Reserve draws on it by the lease; what was reserved is used up, also if it comes to nothing. Each chunk that is then
+    committed, or was there before, stays pinned under this lease; what is left over is free when it ends.
+    """
+
+    rid: int
+    namespace: bytes
+    tenant: str
+    group: int
+    chunks: int
+    extra: int = 0
+    lease_ms: int = 0
+
+
+class Aside(Message, frozen=True):
+    """Answer to SetAside. `lease` 0: there isn't so much room now, nor would there `ever` be if that is false."""
+
+    rid: int
+    boot: bytes
+    lease: int
+    lease_ms: int
+    ever: bool
 
 
 class Abort(Message, frozen=True):
@@ -643,11 +677,11 @@ class Cleared(Message, frozen=True):
 
 Request = Union[
     Hello, GetExtents, Register, Lookup, Warm, Survey, Fetch, Hold, Join, Release, Damaged, Reserve, Commit, Abort,
-    Pin, Unpin, Touch, GetStats, WhatIf, List, Explain, Check, Clear,
+    SetAside, Pin, Unpin, Touch, GetStats, WhatIf, List, Explain, Check, Clear,
 ]  # fmt: skip
 Reply = Union[
-    Welcome, Extents, Registered, Refused, Found, Warmed, Surveyed, Fetched, Held, Joined, Reserved, Committed, Kept,
-    Stats, Foreseen, Rows, Explained, Checked, Cleared,
+    Welcome, Extents, Registered, Refused, Found, Warmed, Surveyed, Fetched, Held, Joined, Reserved, Committed, Aside,
+    Kept, Stats, Foreseen, Rows, Explained, Checked, Cleared,
 ]  # fmt: skip
 
 REQUESTS: Codec[Request] = Codec(Request)

@@ -35,6 +35,8 @@ def gauges(core: StoreCore, cascade: Cascade) -> dict[str, float]:
         "host.evictable": core.place.accounts.evictable_entries,
         "host.reserved_bytes": core.reserved_bytes,
         "host.promoting_bytes": core.promoting_bytes,
+        "host.aside_bytes": core.aside.bytes,
+        "host.aside_bytes_budget": core.aside.budget,
         "host.quarantined_slots": core.quarantined_slots,
         "host.quarantined_bytes": core.quarantined_bytes,
         "host.kept": len(core.place.kept),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from forebay.kvstore.deadlines import Deadlines
 from forebay.kvstore.entry import Entry
-from forebay.kvstore.leases import Client, Reservation, SharedWrite
+from forebay.kvstore.leases import Client, Hold, Reservation, SharedWrite
 
 if TYPE_CHECKING:
     from forebay.kvstore.departures import Departures
@@ -42,10 +42,12 @@ class Reservations:
         shared = self.shared.get(entry)
         return shared is not None and shared.may_join(client, writers)
 
-    def give(self, client: Client, entry: Entry, number: int, retain_s: float, until: float) -> None:
-        """A client may write an entry that is open, or its part of it."""
+    def give(
+        self, client: Client, entry: Entry, number: int, retain_s: float, until: float, hold: Hold | None = None
+    ) -> None:
+        """A client may write an entry that is open, or its part of it; `hold` keeps it from its commit on."""
         shared = self.shared.get(entry)
-        reservation = Reservation(number, client, entry, retain_s, shared=shared)
+        reservation = Reservation(number, client, entry, retain_s, shared=shared, hold=hold)
         client.reservations[number] = reservation
         reservation.bucket = self._deadlines.set(reservation, until)
         if shared is not None:
@@ -72,7 +74,7 @@ class Reservations:
         if found.shared is not None and not found.shared.complete:
             self.give_up(found, writing=False)
             return None
-        for part in _parts(found):
+        for part in parts_of(found):
             del part.client.reservations[part.id]
             self._deadlines.drop(part, part.bucket)
         self._close(found.entry)
@@ -94,7 +96,7 @@ class Reservations:
     def _gave_up(self, reservation: Reservation, writing: bool) -> None:
         """`reservation` has no deadline any more."""
         entry, held = reservation.entry, False
-        for part in _parts(reservation):
+        for part in parts_of(reservation):
             del part.client.reservations[part.id]
             if part is not reservation:
                 self._deadlines.drop(part, part.bucket)
@@ -109,5 +111,6 @@ class Reservations:
         self.shared.pop(entry, None)
 
 
-def _parts(reservation: Reservation) -> list[Reservation]:
+def parts_of(reservation: Reservation) -> list[Reservation]:
+    """All reservations of the same write, itself included."""
     return [reservation] if reservation.shared is None else list(reservation.shared.parts.values())

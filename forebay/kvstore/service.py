@@ -66,6 +66,7 @@ from forebay.kvstore.protocol import (
     Request,
     Reserve,
     Rows,
+    SetAside,
     Stats,
     Survey,
     Surveyed,
@@ -195,7 +196,7 @@ class StoreService:
                 return self._survey(request)
             case Fetch():
                 return self._fetch(connection, client, request)
-            case Reserve() | Commit() | Abort():
+            case Reserve() | Commit() | Abort() | SetAside():
                 return self.writing.handle(client, request)
             case Hold() | Join() | Release() | Pin() | Unpin() | Touch() | Clear():
                 return self.promises.handle(client, request)

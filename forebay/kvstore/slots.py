@@ -45,7 +45,11 @@ class Extent:
 
     @property
     def capacity(self) -> int:
-        return (self.size - EXTENT_HEADER_BYTES) // self.slot_bytes if self.slot_bytes else 0
+        return self.slots_of(self.slot_bytes) if self.slot_bytes else 0
+
+    def slots_of(self, slot_bytes: int) -> int:
+        """How many slots of this size it has if it is cut to that."""
+        return (self.size - EXTENT_HEADER_BYTES) // slot_bytes
 
 
 class SlotAllocator:

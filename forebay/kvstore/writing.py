@@ -1,4 +1,4 @@
-"""Requests of those who write: slots reserved, chunks committed or given back.
+"""Requests of those who write: room set aside, slots reserved, chunks committed or given back.
 
 A batch is worked off a few chunks at a time: all of it at a stretch would keep everybody else waiting.
 """
@@ -20,18 +20,21 @@ from forebay.kvstore.protocol import (
     EXTRA_BYTES_MAX,
     WRITERS_MAX,
     Abort,
+    Aside,
     Commit,
     Committed,
     NewChunk,
     Reserve,
     Reserved,
+    SetAside,
     Slot,
     Written,
 )
+from forebay.kvstore.slots import slot_bytes_for
 
 C = TypeVar("C", NewChunk, Written)
 
-WritingRequest = Reserve | Commit | Abort
+WritingRequest = Reserve | Commit | Abort | SetAside
 AT_ONCE = 32
 
 
@@ -57,11 +60,55 @@ class Writing:
                 return self.reserve(client, request)
             case Commit():
                 return self.commit(client, request)
+            case SetAside():
+                return self.set_aside(client, request)
             case Abort():
                 check_batch(len(request.reservations))
                 for reservation in request.reservations:
                     self._core.abort(client, reservation)
                 return None
+
+    # --- setting aside ---------------------------------------------------------------------------------
+
+    async def set_aside(self, client: Client, request: SetAside) -> Aside:
+        """All of the room, or none. It is taken a few slots at a time."""
+        namespace, room = self._namespace(request), self._core.aside
+        if not (0 <= request.group < len(namespace.groups) and 0 < request.chunks <= self._core.limits.pins_per_lease):
+            raise RequestRefused("limits", f"{request.chunks} chunks of group {request.group} are none that can be")
+        if not 0 <= request.extra <= EXTRA_BYTES_MAX or len(request.tenant.encode()) > TENANT_BYTES_MAX:
+            most = f"{EXTRA_BYTES_MAX} bytes, and a tenant's id {TENANT_BYTES_MAX}"
+            raise RequestRefused("limits", f"`extra` has at most {most}")
+        size = namespace.chunk_tokens
+        slot_bytes = slot_bytes_for(namespace.groups[request.group], size, size, request.extra)
+        ever = room.ever(request.tenant, slot_bytes, request.chunks)
+        lease, lease_s = 0, request.lease_ms / 1000
+        if ever and room.now(slot_bytes, request.chunks):
+            lease = await self._set_aside_in_slices(client, request, slot_bytes, lease_s)
+        self._core.counters.add("store.set_aside" if lease else "store.set_aside_refused")
+        return Aside(
+            rid=request.rid, boot=self._boot, lease=lease, lease_ms=int(self._core.lease_seconds(lease_s) * 1000),
+            ever=ever,
+        )  # fmt: skip
+
+    async def _set_aside_in_slices(
+        self, client: Client, request: SetAside, slot_bytes: int, lease_s: float
+    ) -> int:
+        """The lease, or 0."""
+        if client.gone:
+            raise RequestRefused("busy", "the connection has ended")
+        hold = self._core.aside.open(client, request.namespace, request.tenant, request.group, slot_bytes, lease_s)
+        if hold is None:
+            return 0
+        left = request.chunks
+        while left:
+            some = min(AT_ONCE, left)
+            left -= some
+            if not self._core.aside.add(hold, some):
+                self._core.release(client, [hold.lease])
+                return 0
+            if left:
+                await asyncio.sleep(0)
+        return hold.lease
 
     # --- reserving -------------------------------------------------------------------------------------
 
@@ -94,11 +141,13 @@ class Writing:
     def _reserve_some(self, client: Client, request: Reserve, chunks: Sequence[NewChunk]) -> list[Slot]:
         namespace, tenant, retain_s = request.namespace, request.tenant, request.retain_s
         return [
-            self._core.reserve(client, namespace, tenant, chunk, retain_s=retain_s, writers=request.writers)
+            self._core.reserve(
+                client, namespace, tenant, chunk, retain_s=retain_s, writers=request.writers, aside=request.aside
+            )
             for chunk in chunks
         ]
 
-    def _namespace(self, request: Reserve) -> Namespace:
+    def _namespace(self, request: Reserve | SetAside) -> Namespace:
         return known_namespace(self._core, request.namespace)
 
     # --- committing ------------------------------------------------------------------------------------

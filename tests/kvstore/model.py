@@ -75,6 +75,20 @@ class Leased:
 
 
 @dataclass(eq=False)
+class Promised:
+    """Room that was set aside, as its holder knows it: slots that are `left`, chunks that it has stored with it, and
+    when it ends."""
+
+    client: Client
+    lease: int
+    tenant: str
+    group: int
+    left: int
+    kept: list[Entry]
+    until: float
+
+
+@dataclass(eq=False)
 class Waiting:
     """A lookup that waits for loads."""
 
@@ -134,6 +148,7 @@ class World:
         self.clients = [self.client() for _ in range(3)]
         self.granted: list[Granted] = []
         self.leases: list[Leased] = []
+        self.asides: list[Promised] = []
         self.waiting: list[Waiting] = []
 
     def client(self) -> Client:

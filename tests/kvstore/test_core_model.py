@@ -1,5 +1,5 @@
 """The core against a dumb model: clients that store, read, share, stop, die and wake up again; tiers that fail; pins,
-retention, clears; time that passes; and restarts that find the pool as it was.
+retention, room set aside, clears; time that passes; and restarts that find the pool as it was.
 
 The model knows the only right bytes of every key, who was promised what, and until when. What must hold after every
 step: a hit serves exactly the right bytes, whoever scribbles into slots that were given up; what is promised doesn't
@@ -23,8 +23,9 @@ from forebay.kvstore.header import SlotState, decode_header, slot_generation, sl
 from forebay.kvstore.identity import MATCH_UNIT
 from forebay.kvstore.lookup import Match, match, offer, pin, promotions, queries
 from forebay.kvstore.pins import Owner
+from forebay.kvstore.slots import slot_bytes_for
 from forebay.tiers.base import JobResult, StoreJob
-from tests.kvstore.model import LIMITS, TIER, TIER_OWNER, Granted, Leased, Waiting, World
+from tests.kvstore.model import LIMITS, TIER, TIER_OWNER, Granted, Leased, Promised, Waiting, World
 from tests.kvstore.support import CHUNK
 
 EXAMPLES = int(os.environ.get("FOREBAY_MODEL_EXAMPLES", "120"))
@@ -76,6 +77,45 @@ class CoreMachine(RuleBasedStateMachine):
     def write_and_commit(self, dice: random.Random, count: int) -> None:
         for _ in range(min(count, len(self.w.granted))):
             self._commit(self.w.granted.pop(dice.randrange(len(self.w.granted))))
+
+    @rule(who=who, tenant=st.sampled_from(TENANTS), group=st.integers(0, 1), count=st.integers(1, 5), lease=who)
+    def set_aside(self, who: int, tenant: str, group: int, count: int, lease: int) -> None:
+        client, room = self.w.clients[who], self.w.core.aside
+        size = slot_bytes_for(self.w.namespace.groups[group], CHUNK, CHUNK)
+        if not (room.ever(tenant, size, count) and room.now(size, count)):
+            return
+        hold = room.open(client, self.w.namespace_id, tenant, group, size, lease)
+        assert hold is not None
+        if room.add(hold, count):
+            until = self.w.now + self.w.core.lease_seconds(lease)
+            self.w.asides.append(Promised(client, hold.lease, tenant, group, count, [], until))
+        else:
+            self.w.core.release(client, [hold.lease])
+
+    @precondition(lambda self: self.w.asides)
+    @rule(tokens=prompts, dice=dice)
+    def store_with_it(self, tokens: list[int], dice: random.Random) -> None:
+        """However full the pool is."""
+        mine = dice.choice(self.w.asides)
+        for chunk in self.w.chunks(tokens):
+            if chunk.group != mine.group or len(chunk.tokens) != 4 * CHUNK:
+                continue
+            slot = self.w.core.reserve(mine.client, self.w.namespace_id, mine.tenant, chunk, aside=mine.lease)
+            assert slot.status != "full" or not mine.left
+            if slot.status == "reserved":
+                mine.left -= mine.left > 0
+                self._commit(Granted(mine.client, slot, chunk))
+            entry = self.w.core.table.get(chunk.group, chunk.key)
+            if slot.status == "exists" and slot.generation and entry not in mine.kept:
+                mine.left -= mine.left > 0
+            if entry is not None and (slot.status == "reserved" or slot.generation) and entry not in mine.kept:
+                mine.kept.append(entry)
+
+    @precondition(lambda self: self.w.asides)
+    @rule(dice=dice)
+    def give_it_back(self, dice: random.Random) -> None:
+        mine = self.w.asides.pop(dice.randrange(len(self.w.asides)))
+        self.w.core.release(mine.client, [mine.lease])
 
     def _commit(self, granted: Granted) -> None:
         chunk = granted.chunk
@@ -303,6 +343,9 @@ class CoreMachine(RuleBasedStateMachine):
         for leased in self.w.leases:
             assert leased.lease in leased.client.leases or not leased.seen or self.w.now >= leased.until
         self.w.leases = [x for x in self.w.leases if x.lease in x.client.leases]
+        for mine in self.w.asides:
+            assert mine.lease in mine.client.leases or self.w.now >= mine.until
+        self.w.asides = [x for x in self.w.asides if x.lease in x.client.leases]
         self.hard = {entry: until for entry, until in self.hard.items() if until > self.w.now}
         ended = [g for g in self.w.granted if g.slot.reservation not in g.client.reservations]
         assert all(g.ref in self.w.core.quarantine.slots_of(g.client.id) for g in ended)
@@ -317,6 +360,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.w.core.drop_client(client, writing=alive)
         self.w.granted = [g for g in self.w.granted if g.client is not client]
         self.w.leases = [leased for leased in self.w.leases if leased.client is not client]
+        self.w.asides = [mine for mine in self.w.asides if mine.client is not client]
         self.w.core.chores.finish()
         if alive:
             assert all(granted.ref in self.w.core.quarantine.slots_of(client.id) for granted in mine)
@@ -380,6 +424,9 @@ class CoreMachine(RuleBasedStateMachine):
                 assert self.w.bytes_of(entry) == data
                 memory = memoryview(self.w.memory.extents[entry.slot.extent])[entry.slot.offset :]
                 assert slot_generation(memory) == generation
+        for mine in self.w.asides:
+            for entry in mine.kept:
+                assert entry.pins > 0 and self.w.bytes_of(entry) == self.w.right(entry)
         for entry, until in self.hard.items():
             assert entry.state is SlotState.COMMITTED or until <= self.w.now
 
@@ -398,7 +445,7 @@ class CoreMachine(RuleBasedStateMachine):
         pinned = self.w.pins_expected()
         retired = [entry for entry in pinned if entry.state is SlotState.RETIRED]
         quarantined = [slot for owner in core.quarantine for slot in core.quarantine.slots_of(owner)]
-        owned = [entry.slot for entry in (*core.table, *retired)] + quarantined
+        owned = [entry.slot for entry in (*core.table, *retired)] + quarantined + list(core.aside.slots)
         assert len(set(owned)) == len(owned) == sum(extent.used for extent in slots.extents.values())
         for entry in (*core.table, *retired):
             assert entry.pins == pinned[entry], (entry.state, entry.pins, pinned[entry])
@@ -410,6 +457,8 @@ class CoreMachine(RuleBasedStateMachine):
         quarantined = [slot for owner in core.quarantine for slot in core.quarantine.slots_of(owner)]
         assert core.quarantined_bytes == sum(sizes[slot.extent].slot_bytes for slot in quarantined)
         by_state = {state: [e for e in core.table if e.state is state] for state in SlotState}
+        assert core.aside.bytes == sum(sizes[slot.extent].slot_bytes for slot in core.aside.slots) <= core.aside.budget
+        assert len(core.chores) or len(core.aside.slots) == sum(mine.left for mine in self.w.asides)
         assert core.promoting_bytes == sum(e.slot_bytes for e in by_state[SlotState.PROMOTING])
         assert core.reserved_bytes == sum(e.slot_bytes for e in by_state[SlotState.RESERVED])
         assert sum(account.used for account in core.place.accounts) == core.place.slots.used_bytes

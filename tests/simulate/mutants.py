@@ -21,6 +21,7 @@ from unittest.mock import patch
 import forebay.kvstore.match as matching
 from forebay.errors import CorruptChunk
 from forebay.kvstore import lookup, reader
+from forebay.kvstore.aside import Asides
 from forebay.kvstore.cascade import Cascade
 from forebay.kvstore.client.mapping import PoolMap
 from forebay.kvstore.core import StoreCore
@@ -277,7 +278,7 @@ def _pinned_stays_evictable(stack: ExitStack) -> None:
 @mutant("owner-not-in-slot")
 def _owner_not_in_slot(stack: ExitStack) -> None:
     new_entry = StoreCore._new_entry
-    replace(stack, StoreCore, "_new_entry", lambda self, *args: new_entry(self, *args[:-1], b""))
+    replace(stack, StoreCore, "_new_entry", lambda self, *args, **more: new_entry(self, *args[:-1], b"", **more))
 
 
 @mutant("one-extent-too-many")
@@ -309,6 +310,16 @@ def _replaced_not_told(stack: ExitStack) -> None:
 @mutant("leases-outlive-connection")
 def _leases_outlive_connection(stack: ExitStack) -> None:
     replace(stack, Leases, "_let_go", lambda self, client: iter(()))
+
+
+@mutant("aside-not-kept")
+def _aside_not_kept(stack: ExitStack) -> None:
+    replace(stack, Asides, "keep", lambda self, hold, entry: hold is not None)
+
+
+@mutant("aside-outlives-lease")
+def _aside_outlives_lease(stack: ExitStack) -> None:
+    replace(stack, Asides, "free", lambda self, aside: iter(()))
 
 
 # --- running -------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from forebay.kvstore.protocol import (
     REPLIES,
     REQUESTS,
     Abort,
+    Aside,
     Check,
     Checked,
     ChunkRead,
@@ -192,19 +193,22 @@ class AsyncStoreClient(PromiseCalls):
         *,
         retain_s: float = 0.0,
         writers: int = 1,
+        aside: int = 0,
     ) -> Reserved:
-        """Ask for room for chunks, parents first; with `retain_s` they are kept so long for their tenant.
+        """Ask for room for chunks, parents first; with `retain_s` they are kept so long for their tenant. It is taken
+        from what was set `aside` under that lease, if it fits.
 
         With several `writers` so many clients of this one's group ask for the same chunks, get the same room, and each
         writes its part. Who is told `to_hash` by `commit` hashes the whole and commits again.
         """
         rid = self._session.rid()
         message = Reserve(
-            rid=rid, namespace=namespace_id, tenant=tenant, chunks=list(chunks), retain_s=retain_s, writers=writers
+            rid=rid, namespace=namespace_id, tenant=tenant, chunks=list(chunks), retain_s=retain_s, writers=writers,
+            aside=aside,
         )  # fmt: skip
         reserved = await self._call(rid, message, Reserved)
         known = self._session.pool.views
-        if any(slot.status == "reserved" and slot.extent not in known for slot in reserved.slots):
+        if any(slot.generation and slot.extent not in known for slot in reserved.slots):
             await self.map_extents()
         return reserved
 
@@ -359,7 +363,7 @@ class AsyncStoreClient(PromiseCalls):
             return
         for descriptor in descriptors:
             os.close(descriptor)
-        if isinstance(reply, Found | Held) and reply.lease:
+        if isinstance(reply, Found | Held | Aside) and reply.lease:
             self.release([reply.lease])  # whoever asked has been cancelled: nobody else would let go
 
     def _lost(self, error: ForebayError) -> None:

@@ -8,6 +8,7 @@ from typing import Literal, TypeVar
 
 from forebay.kvstore.client.session import Session
 from forebay.kvstore.protocol import (
+    Aside,
     Clear,
     Cleared,
     Fetch,
@@ -20,6 +21,7 @@ from forebay.kvstore.protocol import (
     Part,
     Pin,
     Release,
+    SetAside,
     Survey,
     Surveyed,
     Touch,
@@ -63,6 +65,17 @@ class PromiseCalls(ABC):
         if any(chunk.extent not in self._session.pool.views for chunk in held.chunks):
             await self.map_extents()
         return held
+
+    async def set_aside(
+        self, namespace_id: bytes, tenant: str, group: int, chunks: int, *, extra: int = 0, lease_ms: int = 0
+    ) -> Aside:
+        """Ask for room for so many whole chunks of a group: all of it under one lease, which `reserve` then draws on,
+        or none. The rest of it ends with `release`; `join` renews it."""
+        rid = self._session.rid()
+        message = SetAside(
+            rid=rid, namespace=namespace_id, tenant=tenant, group=group, chunks=chunks, extra=extra, lease_ms=lease_ms
+        )  # fmt: skip
+        return await self._call(rid, message, Aside)
 
     def release(self, leases: Sequence[int]) -> None:
         """Give leases back. Silent on a lost connection: they ended with it."""

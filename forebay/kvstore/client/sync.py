@@ -11,6 +11,7 @@ from forebay.kvstore.client.aio import AsyncStoreClient
 from forebay.kvstore.identity import Namespace
 from forebay.kvstore.layout import Shard
 from forebay.kvstore.protocol import (
+    Aside,
     Checked,
     ChunkRead,
     Cleared,
@@ -166,6 +167,14 @@ class StoreClient:
         """As AsyncStoreClient.hold."""
         return self._run(self._client.hold(queries, lease_ms=lease_ms))
 
+    def set_aside(
+        self, namespace_id: bytes, tenant: str, group: int, chunks: int, *, extra: int = 0, lease_ms: int = 0
+    ) -> Aside:
+        """As AsyncStoreClient.set_aside."""
+        return self._run(
+            self._client.set_aside(namespace_id, tenant, group, chunks, extra=extra, lease_ms=lease_ms)
+        )
+
     def release(self, leases: Sequence[int]) -> None:
         """Give leases back."""
         self._client.release(leases)
@@ -182,10 +191,11 @@ class StoreClient:
         *,
         retain_s: float = 0.0,
         writers: int = 1,
+        aside: int = 0,
     ) -> Reserved:
         """As AsyncStoreClient.reserve."""
         return self._run(
-            self._client.reserve(namespace_id, tenant, chunks, retain_s=retain_s, writers=writers)
+            self._client.reserve(namespace_id, tenant, chunks, retain_s=retain_s, writers=writers, aside=aside)
         )
 
     def commit(self, chunks: Sequence[Written]) -> Committed:

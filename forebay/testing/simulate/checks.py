@@ -23,7 +23,7 @@ from forebay.kvstore.identity import MATCH_UNIT, GroupGeometry, Namespace, chain
 from forebay.kvstore.protocol import ChunkRead, Found
 from forebay.testing.simulate.oracle import Write, written_units
 from forebay.testing.simulate.plan import BRING_BACK
-from forebay.testing.simulate.state import charged, evictable, fingerprint, leased, quarantined, residents
+from forebay.testing.simulate.state import charged, evictable, fingerprint, leased, quarantined, residents, set_aside
 from forebay.testing.simulate.tierbase import split_blob
 
 if TYPE_CHECKING:
@@ -203,19 +203,20 @@ class Checks:
             return
         self.world.count("ticks")
         seen = fingerprint(core)
-        if (daemon.pool.writes, seen) == (daemon.checked_at, daemon.checked_as):
+        if (daemon.pool.writes + core.aside.moves, seen) == (daemon.checked_at, daemon.checked_as):
             return  # nothing of what is looked at here has moved
         daemon.checked_as = seen
         self.world.count("ticks.changed")
-        if daemon.pool.writes != daemon.checked_at:
-            # Whatever moves a slot writes to the pool: else the costly half of this has nothing new to see.
-            daemon.checked_at = daemon.pool.writes
+        moved = daemon.pool.writes + core.aside.moves
+        if moved != daemon.checked_at:
+            # Whatever moves a slot writes to the pool, or sets it aside: else the costly half has nothing new to see.
+            daemon.checked_at = moved
             self.world.count("ticks.full")
             self._slots(daemon, core)
         self._accounts(daemon, core)
 
     def _slots(self, daemon: SimDaemon, core: StoreCore) -> None:
-        slots, held = core.place.slots, quarantined(core)
+        slots, held = core.place.slots, [*quarantined(core), *set_aside(core)]
         budget = self.world.plan.extents * self.world.plan.extent_bytes
         if slots.total_bytes > budget or len(daemon.pool.views) > self.world.plan.extents:
             self._fail(f"{slots.total_bytes} bytes of extents, a budget of {budget}")
@@ -226,7 +227,7 @@ class Checks:
         for entry in owners.values():
             self._resident(daemon.pool.views[entry.slot.extent], entry)
         if len(set(held)) != len(held) or any(slot in owners for slot in held):
-            self._fail("a quarantined slot belongs to somebody else as well")
+            self._fail("a slot that is quarantined or set aside belongs to somebody else as well")
         used = 0
         for extent in slots.extents.values():
             used += extent.used
@@ -235,7 +236,7 @@ class Checks:
                     f"extent {extent.id} has {extent.capacity} slots, {extent.used} used, {len(extent.free)} free"
                 )
         if used != len(owners) + len(held):
-            self._fail(f"{used} slots in use, by {len(owners)} chunks and {len(held)} in quarantine")
+            self._fail(f"{used} slots in use, by {len(owners)} chunks and {len(held)} in quarantine or set aside")
         for slot in (*owners, *held):
             if slot.offset in slots.extents[slot.extent].free:
                 self._fail(f"slot {slot} is in use and free")
@@ -249,6 +250,8 @@ class Checks:
             )
 
     def _accounts(self, daemon: SimDaemon, core: StoreCore) -> None:
+        if not 0 <= core.aside.bytes <= core.aside.budget:
+            self._fail(f"{core.aside.bytes} bytes are set aside, {core.aside.budget} may be")
         reserved = promoting = unpinned = 0
         for entry in core.table:
             if entry.state is SlotState.RESERVED:
@@ -354,6 +357,7 @@ class Checks:
         left["long work"] = len(core.chores)
         left["kept chunks"] = len(core.pins)
         left["leases"] = len(core.leases)
+        left["slots set aside"] = len(core.aside.slots)
         left["failures in the background"] = int(core.counters.values.get("store.background_failures", 0))
         return {name: count for name, count in left.items() if count}
 

@@ -42,7 +42,7 @@ BRING_BACK = frozenset(fault for fault in FAULTS if fault.startswith(("daemon_",
 @dataclass(frozen=True)
 class Plan:
     """One seed's world. `faults` are those of FAULTS that may happen; `rate` scales how often. `copies` says when
-    chunks go to each of `tiers`."""
+    chunks go to each of `tiers`, `sets_aside` whether workers have room set aside."""
 
     seed: int
     faults: frozenset[str]
@@ -68,6 +68,7 @@ class Plan:
     seconds: float
     pause: float
     copies: tuple[str, ...]
+    sets_aside: bool
     notes: dict[str, str] = field(default_factory=dict)
 
     def has(self, fault: str) -> bool:
@@ -132,6 +133,7 @@ def draw_plan(seed: int) -> Plan:
         seconds=rng.choice((0.7, 1.0, 1.5)),
         pause=rng.choice((0.5, 1.0, 2.0)),
         copies=tuple(rng.choice((WRITE_THROUGH, WRITE_THROUGH, SECOND_HIT, EVICT)) for _ in tiers),
+        sets_aside=rng.random() < 0.35,
     )
 
 

@@ -29,6 +29,11 @@ def quarantined(core: StoreCore) -> list[SlotRef]:
     return [slot for owner in core.quarantine for slot in core.quarantine.slots_of(owner)]
 
 
+def set_aside(core: StoreCore) -> list[SlotRef]:
+    """Slots without an entry that are somebody's for what isn't there yet."""
+    return list(core.aside.slots)
+
+
 def evictable(core: StoreCore) -> Evictable:
     """What may be evicted."""
     accounts = list(core.place.accounts)
@@ -46,7 +51,7 @@ def fingerprint(core: StoreCore) -> tuple[int, ...]:
     place = core.place
     return (
         place.stamp, place.accounts.evictable_entries, len(core.leases), core.reserved_bytes, core.promoting_bytes,
-        core.quarantined_bytes, len(core.pins), core.pins.hard_bytes,
+        core.quarantined_bytes, len(core.pins), core.pins.hard_bytes, core.aside.moves,
     )  # fmt: skip
 
 

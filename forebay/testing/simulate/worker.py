@@ -18,6 +18,7 @@ from forebay.kvstore.client.aio import AsyncStoreClient
 from forebay.kvstore.header import granule_checksums
 from forebay.kvstore.identity import MATCH_UNIT, Chain, Namespace, pack_tokens, root_key, tenant_salt
 from forebay.kvstore.protocol import ChunkRead, Found, NewChunk, Slot, Written
+from forebay.testing.simulate.aside import store_with_room
 from forebay.testing.simulate.loop import Process
 from forebay.testing.simulate.oracle import UnitIds, Write, unit_ids, written_units
 
@@ -86,7 +87,7 @@ class SimClient(AsyncStoreClient):
 
 
 @dataclass
-class _Copy:
+class Copied:
     """A chunk that is being written into its slot, and the write that it will be."""
 
     chunk: NewChunk
@@ -113,6 +114,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.rng = random.Random(f"{self.world.plan.seed}/worker{self.index}")
+        self.room_rng = random.Random(f"{self.world.plan.seed}/room{self.index}")
         self.start()
 
     def start(self) -> None:
@@ -257,21 +259,33 @@ class Worker:
         chunks = self._missing(prompt, hit)
         if not chunks:
             return
+        if self.world.plan.sets_aside and self.room_rng.random() < 0.4:
+            await store_with_room(self, prompt, chunks, self.room_rng)
         reserved_at = self.world.loop.time()
-        try:
-            retain = self.rng.choice((0.0, 0.0, 0.0, 0.5))
-            reserved = await self.client.reserve(prompt.namespace.id, prompt.tenant, chunks, retain_s=retain)
-        except RequestRefused as error:
-            self.world.checks.refused(self, error)
+        slots = await self.reserve(prompt, chunks, retain_s=self.rng.choice((0.0, 0.0, 0.0, 0.5)))
+        if slots is None:
             return
         copies = []
-        for chunk, slot in zip(chunks, reserved.slots, strict=True):
+        for chunk, slot in zip(chunks, slots, strict=True):
             self.world.count(f"reserve.{slot.status}")
             if slot.status == "reserved":
-                copies.append(self._begin_copy(prompt, chunk, slot))
+                copies.append(self.begin_copy(prompt, chunk, slot))
         for copy in copies:
             await copy.task
-        await self._commit(copies, reserved_at)
+        await self.commit(copies, reserved_at)
+
+    async def reserve(
+        self, prompt: Prompt, chunks: list[NewChunk], aside: int = 0, retain_s: float = 0.0
+    ) -> list[Slot] | None:
+        """Ask for room; None if that was refused."""
+        try:
+            reserved = await self.client.reserve(
+                prompt.namespace.id, prompt.tenant, chunks, retain_s=retain_s, aside=aside
+            )
+        except RequestRefused as error:
+            self.world.checks.refused(self, error)
+            return None
+        return reserved.slots
 
     def _missing(self, prompt: Prompt, hit: int) -> list[NewChunk]:
         size, chain = prompt.namespace.chunk_tokens, prompt.chain
@@ -287,7 +301,8 @@ class Worker:
                 chunks.append(NewChunk(group, key, parent, start, tokens[4 * start : 4 * end], prompt.extra))
         return chunks
 
-    def _begin_copy(self, prompt: Prompt, chunk: NewChunk, slot: Slot) -> _Copy:
+    def begin_copy(self, prompt: Prompt, chunk: NewChunk, slot: Slot) -> Copied:
+        """Start copying bytes of its own into a reserved slot."""
         world = self.world
         group = prompt.namespace.groups[chunk.group]
         units = written_units(group, prompt.units_of(chunk.start, chunk.start + len(chunk.tokens) // 4))
@@ -298,7 +313,7 @@ class Worker:
         task = self.process.spawn(self._copy_in(room, data))
         self.copies = [copy for copy in self.copies if not copy.done()]
         self.copies.append(task)
-        return _Copy(chunk, slot, Write(units, granule, prompt.namespace.id), version, task, data)
+        return Copied(chunk, slot, Write(units, granule, prompt.namespace.id), version, task, data)
 
     async def _copy_in(self, room: memoryview, data: bytes) -> None:
         """As a slow thread would: it goes on whatever happens to the connection."""
@@ -309,7 +324,8 @@ class Worker:
             if at + step < len(data):
                 await asyncio.sleep(self.rng.choice((0.05, 0.3)) if slow else self.rng.choice((0.0, 0.001)))
 
-    async def _commit(self, copies: list[_Copy], reserved_at: float) -> None:
+    async def commit(self, copies: list[Copied], reserved_at: float) -> bool:
+        """Commit, or now and then abort, what was copied; whether all of it is visible now."""
         world = self.world
         written, given_up, sent = [], [], []
         for copy in copies:
@@ -324,12 +340,13 @@ class Worker:
             world.fault("writer_aborts")
             self.client.abort(given_up)
         if not written:
-            return
+            return False
         answer = await self.client.commit(written)
         world.count("op.commit", answer.committed)
         for write in sent:
             write.acknowledged_at = world.loop.time()
         world.checks.committed(answer.committed, len(written), reserved_at)
+        return answer.committed == len(copies)
 
     # --- promises --------------------------------------------------------------------------------------
 
