@@ -63,6 +63,15 @@ def test_a_batchs_slots_are_those_of_its_positions(size: int, step: int) -> None
     assert sorted(seen) == list(range(LONGEST)), "each row is somebody's"
 
 
+@pytest.mark.parametrize(("size", "step"), SHAPES)
+def test_every_number_of_tokens_that_a_row_may_see(size: int, step: int) -> None:
+    """All histories, hence all rows behind them, over several rounds of all ranks."""
+    owners = torch.tensor([Dealing(size, 0, step).owner(p) for p in range(LONGEST)])
+    for dealing in ranks(size, step):
+        counted = (owners == dealing.rank).cumsum(0)
+        assert torch.equal(dealing.local_lengths(torch.arange(1, LONGEST + 1)), counted)
+
+
 @given(st.sampled_from(SHAPES), st.integers(0, 300), st.integers(1, 40))
 @settings(max_examples=150, deadline=None)
 def test_a_rows_length_is_that_of_what_it_sees(shape: tuple[int, int], history: int, queries: int) -> None:

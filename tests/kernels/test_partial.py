@@ -51,13 +51,15 @@ def test_masses_of_2_and_8_weigh_a_fifth_and_four_fifths(base: Base) -> None:
 
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("tokens", [1, 2, 3])
-def test_a_rank_without_any_position_counts_for_nothing_whatever_its_buffer_holds(tokens: int, junk: float) -> None:
-    """Fewer tokens than ranks: what the others give is full of nan, and their LSE may be no number either."""
+@pytest.mark.parametrize(("tokens", "step"), [(1, 1), (2, 1), (3, 1), (1, 4), (4, 4), (5, 4), (12, 4)])
+def test_a_rank_without_any_position_counts_for_nothing_whatever_its_buffer_holds(
+    tokens: int, step: int, junk: float
+) -> None:
+    """Too few tokens for all ranks: what the others give is full of nan, and their LSE may be no number either."""
     q, k, v = randn(2, HEADS, DIM), randn(tokens, DIM), randn(tokens, DIM)
     parts = []
     for rank in range(4):
-        own = [p for p in range(tokens) if Dealing(4, rank).owner(p) == rank]
+        own = [p for p in range(tokens) if Dealing(4, rank, step).owner(p) == rank]
         part = attend_all(q, Keys(k[own], v[own]))
         if not own:
             assert torch.equal(part.out, torch.zeros_like(part.out))
