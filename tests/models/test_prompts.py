@@ -205,7 +205,7 @@ def test_layers_that_choose_positions_keep_all_of_them() -> None:
     """But their prompts can be shared out."""
     groups = (KVGroup("latent", "latent", (0, 1), 1, 16), KVGroup("index", "indexer", (0,), 1, 8))
     model = ModelInfo("glm_moe_dsa", 100, 64, 2, 512, groups)
-    with pytest.raises(ConfigError, match="decode_context_parallel_size 2: glm_moe_dsa chooses the positions .* use 1"):
+    with pytest.raises(ConfigError, match=r"parallel_size 2: glm_moe_dsa chooses the positions .* use 1"):
         check_parallel(model, Parallel(4, 2))
     check_parallel(model, Parallel(4, pcp=2))
 
