@@ -3,8 +3,9 @@
     taken:   the port, a private runtime directory (its lock)
     started: store -> workers and front end                     stopped: front end -> workers -> store
 
-A part that ends is started again, with a growing pause; one that ends at once, again and again, ends all. The
-front end's listening socket is ours, so clients that come while it restarts wait instead of being refused.
+A part that ends is started again, with a growing pause; one that ends at once, again and again, ends all, but for a
+worker beside others that do work: that one is tried again once a minute. The front end's listening socket is ours, so
+clients that come while it restarts wait instead of being refused.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ EARLY_S = 10.0
 """A part that ended this soon after its start has ended early."""
 HURRY_S = 1.0
 """A second Ctrl-C this long after the first one means it: nothing is waited for any more."""
+REST_S = 60.0
+"""How long a worker that doesn't stay up is left alone while others serve."""
 POLL_S = 0.1
 FINAL_CODES = (2, 4, 5)
 """A part that says one of these at its very first start (wrong setting, no room, broken model) won't say
@@ -121,6 +124,8 @@ class Supervisor:
     ready: Callable[[Health], None]
     parts: list[Part] = field(default_factory=list)
     restarts: int = 0
+    _early: dict[str, int] = field(default_factory=dict)
+    """How often in a row each part has ended right after its start."""
     _jobs: set[asyncio.Task[None]] = field(default_factory=set)
     _failure: BaseException | None = None
     _stop: asyncio.Event = field(default_factory=asyncio.Event)
@@ -230,21 +235,35 @@ class Supervisor:
     async def _keep(self, part: Part) -> None:
         """Start a part again whenever it ends. Raises PartsFailed once that is hopeless."""
         loop = asyncio.get_running_loop()
-        early = 0
         while True:
             began = loop.time()
-            code = await part.ended()
+            code = await self._end_of(part)
             if self._stopping or self._stop.is_set():
                 return
-            early = early + 1 if loop.time() - began < EARLY_S else 0
+            early = self._early[part.name] = self._early.get(part.name, 0) + 1 if loop.time() - began < EARLY_S else 0
             hopeless = self._hopeless(part, code, early)
-            if hopeless:
+            if hopeless and (part.starts == 1 or not self._spared(part)):
                 raise PartsFailed(hopeless, code if code > 0 else 1)
-            pause = PAUSES_S[min(early, len(PAUSES_S) - 1)]
-            log.warning("the %s has ended (%s); starting it again in %.1f s", part.name, how_it_ended(code), pause)
+            if hopeless:
+                pause = REST_S
+                log.error("%s; the other workers go on, it is tried again in %.0f s", hopeless, pause)
+            else:
+                pause = PAUSES_S[min(early, len(PAUSES_S) - 1)]
+                log.warning("the %s has ended (%s); starting it again in %.1f s", part.name, how_it_ended(code), pause)
             await asyncio.sleep(pause)
             await part.start()
             self.restarts += 1
+
+    async def _end_of(self, part: Part) -> int:
+        """Wait for it; what stays up for a while hasn't ended early any more. Its exit code."""
+        end = asyncio.ensure_future(part.ended())
+        try:
+            await asyncio.wait((end,), timeout=EARLY_S)
+            if not end.done():
+                self._early[part.name] = 0
+            return await end
+        finally:
+            end.cancel()
 
     def _hopeless(self, part: Part, code: int, early: int) -> str:
         """Why starting it again makes no sense, or nothing."""
@@ -253,6 +272,11 @@ class Supervisor:
         if early >= len(PAUSES_S):
             return f"the {part.name} has ended {early} times in a row right after its start ({how_it_ended(code)})"
         return ""
+
+    def _spared(self, part: Part) -> bool:
+        """Whether it is one worker of several and another one stays up, or may yet."""
+        others = [worker for worker in self.workers if worker is not part]
+        return part in self.workers and any(self._early.get(other.name, 0) < len(PAUSES_S) for other in others)
 
     async def _watch(self, worker: Part, path: Path) -> None:
         """End a worker that hangs; `_keep` then starts another."""

@@ -295,12 +295,41 @@ def test_several_workers_stand_in_for_each_other_and_are_replaced_one_by_one(tmp
     serving.nothing_left()
 
 
-def test_a_broken_model_ends_it_with_the_reason(tmp_path: Path, model: Path) -> None:
+def test_a_worker_that_does_not_stay_up_is_left_alone_while_another_serves(tmp_path: Path, model: Path) -> None:
+    serving = Serving(tmp_path, model, free_port())
+    serving.start("--workers", "2", "--no-fs")
+    serving.ready()
+
+    def killed(name: str, until: str) -> Callable[[], bool]:
+        def again() -> bool:
+            for pid in serving.all_pids().get("worker", []):
+                if f"{name}.sock".encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
+            return until in serving.log
+
+        return again
+
+    try:
+        serving.wait("rest for the second", killed("worker-2", "the other workers go on"), 60)
+        assert len(serving.all_pids()["worker"]) == 1
+        assert serving.complete(PROMPT)["choices"], "the first one serves"
+        assert serving.process is not None and serving.process.poll() is None
+        serving.wait("the end", killed("worker-1", "the worker-1 has ended 5 times in a row"), 60)
+        assert serving.ended() == 1, "nobody is left who serves"
+    finally:
+        assert serving.process is not None
+        if serving.process.poll() is None:
+            serving.stop()
+    serving.nothing_left()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_broken_model_ends_it_with_the_reason(tmp_path: Path, model: Path, workers: int) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text("{}")
     serving = Serving(tmp_path, broken, free_port())
-    serving.start()
+    serving.start("--workers", str(workers))
     assert serving.ended() == 5
     assert f"{broken}" in serving.log and "Traceback" not in serving.log
     serving.nothing_left()
