@@ -259,8 +259,7 @@ class Connection(asyncio.Protocol):
         frame = REPLIES.encode(message)
         assert self._transport is not None
         if not descriptors:
-            if not self.closed:
-                self._transport.write(frame)
+            self._write(frame)
             return
         try:
             # Descriptors ride on the frame's first byte, so the transport must have nothing left to say.
@@ -274,7 +273,13 @@ class Connection(asyncio.Protocol):
             for descriptor in descriptors:
                 os.close(descriptor)
         if sent < len(frame):
-            self._transport.write(frame[sent:])
+            self._write(frame[sent:])
+
+    def _write(self, data: bytes) -> None:
+        # Between the end of a connection and being told of it uvloop refuses to write.
+        assert self._transport is not None
+        if not (self.closed or self._transport.is_closing()):
+            self._transport.write(data)
 
     def _plain_socket(self) -> socket.socket:
         """A second handle on the connection, for what transports can't do; close it after use."""

@@ -89,10 +89,14 @@ class ScriptedWorker:
         self._beating.cancel()
         for task in self._tasks.values():
             task.cancel()
-        for writer in self._writers:
-            writer.transport.abort()
+        self.hang_up()
         self.path.unlink(missing_ok=True)
         await asyncio.sleep(0)
+
+    def hang_up(self) -> None:
+        """End the connections; new ones are taken."""
+        for writer in self._writers:
+            writer.transport.abort()
 
     def say(self, message: object) -> None:
         for writer in self._writers:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import httpx
 import uvicorn
+import uvloop
 
 from forebay.testing import web
 from forebay.tiers.p2p.options import Address
@@ -49,7 +50,7 @@ class Front:
     port: int = 0
 
     def __enter__(self) -> Front:
-        self._loop = asyncio.new_event_loop()
+        self._loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()  # as the front end's
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.run(self._begin())

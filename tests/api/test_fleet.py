@@ -101,6 +101,26 @@ async def _cut(link: object) -> None:
     link._writer.transport.abort()  # type: ignore[attr-defined]
 
 
+def test_a_worker_that_is_asked_how_it_is_as_it_ends_is_asked_again_when_it_is_back(pair: Pair) -> None:
+    worker, fleet = pair.workers[0], pair.front.fleet
+    link = fleet.links[0]
+
+    async def ask_until_it_is_gone() -> int:
+        worker.hang_up()
+        asked = 0
+        while link.connected:  # its end is known to the loop before it is to the link
+            fleet.refresh()
+            asked += 1
+            await asyncio.sleep(0)
+        return asked
+
+    assert pair.front.run(ask_until_it_is_gone()) > 2
+    worker.store = "lost"
+    pair.front.wait_until(lambda: link.connected and link.description is not None and link.description.store == "lost")
+    worker.store = "connected"
+    pair.front.wait_until(lambda: link.description is not None and link.description.store == "connected")
+
+
 def dies(worker: ScriptedWorker, front: Front) -> None:
     front.run(worker.die())
 

@@ -87,7 +87,10 @@ async def _refresh(service: ApiService) -> None:
     # The worker's store comes and goes; `/health` should know within a moment.
     while True:
         await asyncio.sleep(REFRESH_S)
-        service.fleet.refresh()
+        try:
+            service.fleet.refresh()
+        except Exception:  # a bug of ours; what is known of the workers must not stay as it is for ever
+            log.exception("the workers couldn't be asked how they are")
 
 
 def _guarded(service: ApiService, keys: Keys, path: str, handler: Handler) -> Callable[[Request], Awaitable[Response]]:

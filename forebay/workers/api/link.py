@@ -248,6 +248,8 @@ class WorkerLink:
             self.send(Describe())
 
     def send(self, message: object) -> None:
-        """Say something to a worker that is connected."""
+        """Say something to a worker that is connected. To one whose end nobody has been told of yet nothing is said:
+        uvloop refuses it, and whoever waits for an answer hears of the loss in a moment."""
         assert self._writer is not None
-        self._writer.write(TO_WORKER.encode(message))
+        if not self._writer.is_closing():
+            self._writer.write(TO_WORKER.encode(message))
