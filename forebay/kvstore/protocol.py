@@ -364,8 +364,8 @@ class Slot(msgspec.Struct, frozen=True, array_like=True):
     `exists`: it, or a fuller chunk with the same beginning, is stored; `busy`: somebody else is writing it;
     `full`: no room could be made within the budget.
 
-    One that `exists`, for which room had been set aside, is pinned under that lease: then its place is told as well
-    (`generation` isn't 0).
+    `kept`: room had been set aside for it, so it is pinned under that lease, from its commit on or, if it `exists`,
+    from now on; then its place is told as well.
     """
 
     status: Literal["reserved", "exists", "busy", "full"]
@@ -374,6 +374,7 @@ class Slot(msgspec.Struct, frozen=True, array_like=True):
     slot_offset: int = 0
     payload_offset: int = 0
     generation: int = 0
+    kept: bool = False
 
 
 class Reserved(Message, frozen=True):

@@ -28,7 +28,8 @@ class Request:
 
     While `loading`, somebody may still write into its blocks: they stay. One with a `cut` is computed from its front
     while it is loaded from its back, and asks before each step how far it may go (`Memory.claim`). `step_tokens` is the
-    most that one step may feed of it (0: no limit of its own); its memory sets it.
+    most that one step may feed of it (0: no limit of its own); its memory sets it. `most` is how many tokens it can
+    come to have, output included.
     """
 
     key: Hashable
@@ -42,10 +43,12 @@ class Request:
     order: int = -1
     computed: int = 0
     step_tokens: int = 0
+    most: int = 0
     state: RequestState = field(default=RequestState.WAITING)
 
     def __post_init__(self) -> None:
         assert 0 < self.prompt_tokens <= len(self.tokens), (self.prompt_tokens, len(self.tokens))
+        self.most = max(self.most, len(self.tokens))
 
     @property
     def rank(self) -> tuple[float, int]:

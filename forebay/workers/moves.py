@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from forebay.kvstore.protocol import NewChunk
 
@@ -34,7 +34,8 @@ class Pull:
 
     `tokens` (u32 LE) and `keys` (joined) cover the first `limit` tokens. Of no use unless more than
     `device_hit` tokens come out of it. `tenant` is who asks, `retain_s` how long it wants what is found kept. What
-    `hosted` groups have isn't copied: it stays pinned, to be read in place.
+    `hosted` groups have isn't copied: it stays pinned, to be read in place; and of `chunks`, as many as such a request
+    can come to have, the store sets room aside for those that it hasn't.
     """
 
     request: Hashable
@@ -47,13 +48,16 @@ class Pull:
     tenant: str = ""
     retain_s: float = 0.0
     hosted: frozenset[int] = frozenset()
+    chunks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
     """A pull ended. `hit` tokens are on the device (0: nothing was gained), `placed[g]` says which spare
     block got which unit, and `sources` where the hit's tokens came from. `stored` is how far the store
-    itself reaches, None if it did not say. `hosted` are chunks that stay in host memory."""
+    itself reaches, None if it did not say. `hosted` are chunks that stay in host memory, `aside` is the lease under
+    which room for others was set aside. `refused`: there isn't so much room ("now"), or never will be ("ever"), and so
+    nothing was brought."""
 
     request: Hashable
     hit: int
@@ -61,6 +65,28 @@ class Pulled:
     sources: dict[str, int] = field(default_factory=dict)
     stored: int | None = None
     hosted: tuple[HostChunk, ...] = ()
+    aside: int = 0
+    refused: Literal["", "now", "ever"] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AskRoom:
+    """Have room set aside for `chunks` of a group, for a request that is under way; `admission` as in Push. Answered by
+    RoomGiven."""
+
+    request: Hashable
+    admission: int
+    group: int
+    chunks: int
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoomGiven:
+    """Room for it is set aside under the lease `aside`; 0: there is none now."""
+
+    ask: AskRoom
+    aside: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +103,7 @@ class Opened:
 @dataclass(frozen=True, slots=True)
 class Push:
     """One chunk to store. `blocks` hold its units in order and stay pinned until it is answered. With an `admission`
-    the chunk is wanted in host memory from then on: see `Holdings.admission`."""
+    the chunk is wanted in host memory from then on: see `Holdings.admission`. `aside` is where its request has room."""
 
     request: Hashable
     tenant: str
@@ -86,6 +112,7 @@ class Push:
     bytes: int
     retain_s: float = 0.0
     admission: int = 0
+    aside: int = 0
 
     @property
     def end(self) -> int:

@@ -18,7 +18,7 @@ from forebay.kvstore.client import AsyncStoreClient
 from forebay.kvstore.protocol import Slot, Written
 from forebay.workers.copying import Copier
 from forebay.workers.counters import Counters
-from forebay.workers.hot.keeping import Stored, hold_stored
+from forebay.workers.hot.keeping import Stored, hold_kept, hold_stored
 from forebay.workers.hot.mirror import HostChunk
 from forebay.workers.moves import Push, Pushed
 from forebay.workers.tracing import NO_TRACE, Trace
@@ -85,7 +85,7 @@ class PushQueue:
 
 def _alike(push: Push, other: Push) -> bool:
     """May one message reserve room for both?"""
-    return (push.tenant, push.retain_s) == (other.tenant, other.retain_s)
+    return (push.tenant, push.retain_s, push.aside) == (other.tenant, other.retain_s, other.aside)
 
 
 class Pusher:
@@ -142,29 +142,31 @@ class Pusher:
         in host memory, by the identity of their push."""
         slots = await self._reserve(namespace_id, batch)
         written = await self._write(batch, slots)
-        if written:
-            await self._commit(written)
-        return await self._hold(batch, slots)
+        good = not written or await self._commit(written)
+        return await self._hold(batch, slots, good)
 
-    async def _hold(self, batch: Sequence[Push], slots: Sequence[Slot]) -> dict[int, HostChunk]:
-        """Pin what is to stay. It is there under its key, whoever has written it."""
-        kept = [(p, s) for p, s in zip(batch, slots, strict=True) if p.admission and s.status in ("reserved", "exists")]
-        if not kept:
-            return {}
-        stored = [
-            Stored(
-                push.chunk.group, push.chunk.key, push.chunk.parent, self._copiers[push.chunk.group].granule_bytes,
-                slot.status == "reserved",
-            )
-            for push, slot in kept
-        ]  # fmt: skip
-        held = await self._in_time(hold_stored(self._client, stored))
-        return {id(push): chunk for (push, _), chunk in zip(kept, held, strict=True) if chunk is not None}
+    async def _hold(self, batch: Sequence[Push], slots: Sequence[Slot], good: bool) -> dict[int, HostChunk]:
+        """Pin what is to stay. It is there under its key, whoever has written it; and pinned already where room had
+        been set aside, if all of the batch was `good`."""
+        wanted = [(p, s) for p, s in zip(batch, slots, strict=True) if p.admission]
+        kept = [(p, s) for p, s in wanted if s.kept and good]
+        held = {id(push): await hold_kept(self._client, self._stored(push, slot), slot) for push, slot in kept}
+        others = [(p, s) for p, s in wanted if s.status in ("reserved", "exists") and id(p) not in held]
+        if others:
+            found = await self._in_time(hold_stored(self._client, [self._stored(*pair) for pair in others]))
+            held |= {id(push): chunk for (push, _), chunk in zip(others, found, strict=True)}
+        return {push: chunk for push, chunk in held.items() if chunk is not None}
+
+    def _stored(self, push: Push, slot: Slot) -> Stored:
+        granule_bytes = self._copiers[push.chunk.group].granule_bytes
+        return Stored(push.chunk, granule_bytes, own=slot.status == "reserved")
 
     async def _reserve(self, namespace_id: bytes, batch: Sequence[Push], writers: int = 1) -> Sequence[Slot]:
         chunks = [push.chunk for push in batch]
         first = batch[0]
-        reserving = self._client.reserve(namespace_id, first.tenant, chunks, retain_s=first.retain_s, writers=writers)
+        reserving = self._client.reserve(
+            namespace_id, first.tenant, chunks, retain_s=first.retain_s, writers=writers, aside=first.aside
+        )  # fmt: skip
         return (await self._in_time(reserving)).slots
 
     async def _write(self, batch: Sequence[Push], slots: Sequence[Slot]) -> list[Written]:
@@ -182,9 +184,11 @@ class Pusher:
                     raise StoreUnavailable("the store went away during a copy")
         return written
 
-    async def _commit(self, written: Sequence[Written]) -> None:
+    async def _commit(self, written: Sequence[Written]) -> bool:
+        """Whether all of them are visible now."""
         committed = await self._in_time(self._client.commit(written))
         self._counters.add("push.committed", committed.committed)
+        return committed.committed == len(written)
 
     async def _in_time(self, answer: Awaitable[R]) -> R:
         try:

@@ -10,6 +10,7 @@ from forebay.errors import StoreUnavailable
 from forebay.kvstore.identity import MATCH_UNIT, Chain, Namespace, chain, unpack_tokens
 from forebay.kvstore.layout import Shard, needed_from
 from forebay.kvstore.protocol import (
+    Aside,
     ChunkRead,
     Committed,
     Fetched,
@@ -49,6 +50,11 @@ class FakeStore:
     up: bool = True
     hung: bool = False
     refuse: str = ""
+    room: int = 1 << 20
+    """Whole chunks that may be set aside at a time, and ever."""
+    most_room: int = 1 << 20
+    asides: dict[int, int] = field(default_factory=dict)
+    """Chunks that are left of each lease's room."""
     leases: int = 0
     released: int = 0
     parts_released: int = 0
@@ -72,6 +78,7 @@ class FakeStore:
         """The store dies: every connection is lost, what it held in memory stays."""
         self.up = False
         self.open.clear()
+        self.asides.clear()
         for client in self.clients:
             client.connected = False
 
@@ -190,8 +197,25 @@ class FakeStoreClient:
         self.store.leases += 1
         return Fetched(rid=0, boot=self.boot, lease=self.store.leases, chunks=chunks)
 
+    async def set_aside(
+        self, namespace_id: bytes, tenant: str, group: int, chunks: int, *, extra: int = 0, lease_ms: int = 0
+    ) -> Aside:
+        self._check()
+        while self.store.hung:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
+        self._check()
+        ever, lease = chunks <= self.store.most_room, 0
+        if ever and chunks + sum(self.store.asides.values()) <= self.store.room:
+            self.store.leases += 1
+            lease = self.store.leases
+            self.store.asides[lease] = chunks
+        return Aside(rid=0, boot=self.boot, lease=lease, lease_ms=lease_ms, ever=ever)
+
     def release(self, leases: Sequence[int]) -> None:
         self.store.released += len(leases)
+        for lease in leases:
+            self.store.asides.pop(lease, None)
 
     def release_chunks(self, lease: int, chunks: Sequence[int]) -> None:
         self.store.parts_released += len(chunks)
@@ -221,8 +245,9 @@ class FakeStoreClient:
         self.store.touched.append((list(chunks), tenant, retain_s))
 
     async def reserve(
-        self, namespace_id: bytes, tenant: str, chunks: Sequence[NewChunk], *, retain_s: float = 0.0, writers: int = 1
-    ) -> Reserved:
+        self, namespace_id: bytes, tenant: str, chunks: Sequence[NewChunk], *, retain_s: float = 0.0, writers: int = 1,
+        aside: int = 0,
+    ) -> Reserved:  # fmt: skip
         self._check()
         assert writers == 1, "a worker alone shares no chunk"
         while self.store.hung:
@@ -230,18 +255,23 @@ class FakeStoreClient:
         await asyncio.sleep(0)
         self._check()
         self.store.retained += [retain_s] * len(chunks)
-        return Reserved(rid=0, boot=self.boot, slots=[self._reserve(chunk) for chunk in chunks])
+        return Reserved(rid=0, boot=self.boot, slots=[self._reserve(chunk, aside) for chunk in chunks])
 
-    def _reserve(self, chunk: NewChunk) -> Slot:
-        if self.store.refuse:
-            return Slot(self.store.refuse)  # type: ignore[arg-type]
-        if (chunk.group, chunk.key) in self.store.chunks:
-            return Slot("exists")
+    def _reserve(self, chunk: NewChunk, aside: int) -> Slot:
         assert self.store.namespace is not None
+        whole = len(chunk.tokens) == 4 * self.store.namespace.chunk_tokens
+        kept = aside in self.store.asides and chunk.group == 0 and whole
+        known = self.store.chunks.get((chunk.group, chunk.key))
+        if known is not None:
+            return Slot("exists", generation=known.generation, kept=kept)
+        if kept and self.store.asides[aside]:
+            self.store.asides[aside] -= 1
+        elif self.store.refuse:
+            return Slot(self.store.refuse)  # type: ignore[arg-type]
         size = self.store.namespace.groups[chunk.group].granule_bytes * (len(chunk.tokens) // 4 // MATCH_UNIT)
         self.store.next_id += 1
         self.store.open[self.store.next_id] = Stored(chunk, bytearray(size))
-        return Slot("reserved", self.store.next_id)
+        return Slot("reserved", self.store.next_id, generation=1, kept=kept)
 
     async def commit(self, chunks: Sequence[Written]) -> Committed:
         self._check()

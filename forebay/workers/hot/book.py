@@ -31,7 +31,8 @@ NO_REGION = -1
 class HotRequest:
     """One admitted `request`. `admission` numbers it: what was set out for an earlier one comes to nothing. `region`
     has `blocks`; `chunks` are what host memory holds for it; `keys` the unit keys of lent pages. `failed`: from where
-    on chunks are missing there. `since`: when it began to lack something, or None."""
+    on chunks are missing there. `since`: when it began to lack something, or None. `aside` is the lease under which the
+    store has room for the rest of its chunks, or 0; `asking` for it is under way, at `refused` it was refused last."""
 
     request: Request
     admission: int
@@ -42,6 +43,9 @@ class HotRequest:
     keys: dict[bytes, int] = field(default_factory=dict)
     failed: int | None = None
     since: float | None = None
+    aside: int = 0
+    asking: bool = False
+    refused: float | None = None
 
     @property
     def hot(self) -> bool:
@@ -109,7 +113,7 @@ class HotBook:
 
     def host_room(self, pages: int) -> bool:
         """Would so many more host pages fit, beside all that hot requests may come to need?"""
-        promised = sum(max(0, units_of(len(r.request.tokens)) - len(r.pages)) for r in self._requests.values() if r.hot)
+        promised = sum(max(0, units_of(r.request.most) - len(r.pages)) for r in self._requests.values() if r.hot)
         return len(self.host) + promised + pages <= self.host.most
 
     def can_open(self) -> bool:
@@ -136,6 +140,9 @@ class HotBook:
         for unit_key in list(request.keys):
             self._unlend(unit_key, key)
         self._let_go_of_host(request)
+        if request.aside:
+            self._release([request.aside])
+            request.aside = 0
         return request
 
     # --- pages -------------------------------------------------------------------------------------------
@@ -154,7 +161,8 @@ class HotBook:
     def hosted(self, key: Hashable, admission: int, chunk: HostChunk, table: Sequence[int]) -> None:
         """Host memory has a chunk that was set out at `admission`. If nobody wants it any more, its lease is given
         back."""
-        self._leases.setdefault(chunk.lease, chunk.shares)
+        if chunk.lease:
+            self._leases.setdefault(chunk.lease, chunk.shares)
         request = self.known(key, admission)
         if request is None or not self._arrive(self.follow(key, table), chunk):
             self._unuse(chunk.lease)
@@ -194,8 +202,26 @@ class HotBook:
             if absent or request.keys:
                 lost.append(key)
             request.chunks.clear()
+            request.aside = 0
         self._leases.clear()
         return lost
+
+    # --- room in the store -------------------------------------------------------------------------------
+
+    def promised(self, key: Hashable, admission: int, aside: int) -> bool:
+        """The store has set room aside for this stay of a request. What nobody wants any more is given back: False."""
+        request = self.known(key, admission)
+        if request is None or request.aside:
+            self._release([aside])
+            return False
+        request.aside = aside
+        return True
+
+    def lacking(self, key: Hashable) -> int:
+        """Of how many whole chunks that a request can come to have host memory has none."""
+        request, size = self._requests[key], self.settings.chunk_tokens
+        there = {chunk.start for chunk in request.chunks if chunk.tokens == size}
+        return max(1, -(-request.request.most // size) - len(there))
 
     # --- release -----------------------------------------------------------------------------------------
 
@@ -272,4 +298,5 @@ class HotBook:
             "hot.host_pages_max": self.host.most,
             "hot.pages_lent": len(self._lent),
             "hot.leases": len(self._leases),
+            "hot.promised": sum(request.aside > 0 for request in list(self._requests.values())),
         }

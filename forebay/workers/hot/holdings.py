@@ -7,7 +7,9 @@ A newcomer is admitted full if that fits, else hot. If there is no room for that
 gets a region in exchange for its clean pages, those first that gain most. Of a full one, host memory holds what it has
 stored; what it found there, it offers again as soon as somebody needs room, and holds it from then on.
 
-A hot request's blocks are promised at admission, as in a window group: what it lets go of it may take again.
+A hot request's blocks are promised at admission, as in a window group: what it lets go of it may take again. So is room
+in the store for all that it can come to have: without that nothing is held hot, be it a newcomer or one that others
+would like to squeeze.
 """
 
 from __future__ import annotations
@@ -25,8 +27,11 @@ from forebay.workers.holdings import Holding, Holdings, PoolListener
 from forebay.workers.hot.book import HotBook
 from forebay.workers.hot.resolving import Stay, StepResolver
 from forebay.workers.hot.settings import HotSettings
-from forebay.workers.moves import Pull, Pulled, Pushed
+from forebay.workers.moves import AskRoom, Pull, Pulled, Pushed, RoomGiven
 from forebay.workers.prefix import DevicePrefix, GroupShape, device_prefix, units_of
+
+ASK_AGAIN_S = 0.25
+"""How long it isn't asked again for room that was refused."""
 
 
 class HotHoldings(Holdings):
@@ -44,6 +49,7 @@ class HotHoldings(Holdings):
     ) -> None:
         super().__init__(shapes, blocks, listener)
         self._sparse, self._clock = settings.group, clock
+        self._asks: list[AskRoom] = []
         geometry = shapes[settings.group].geometry
         self.book = HotBook(settings, self.pools[settings.group], geometry.granule_bytes, host_pages, release)
 
@@ -79,7 +85,8 @@ class HotHoldings(Holdings):
             # What it finds on the device, or loads, may be in host memory as well: it is asked when that matters.
             self.book.of(request.key).failed = 0
             return admission
-        if not self.ask_store or request.fresh or not self.book.can_open():
+        holding = self._held[request.key]
+        if not self.ask_store or request.fresh or holding.never_hot or not self.book.can_open():
             return None
         admission = self._admit_hot(request, leave)
         if admission is None and self._squeeze(self.book.settings.footprint + leave, keep=None):
@@ -93,20 +100,19 @@ class HotHoldings(Holdings):
         runs = list(device_prefix(self.shapes, self.pools, keys).runs)
         runs[self._sparse] = 0
         # Its own rows come from host memory: so the device's prefix counts for nothing, and saves copies only.
-        bid = self._bid(request, keys, DevicePrefix(0, tuple(runs)), load=limit > 0)
+        bid = self._bid(request, keys, DevicePrefix(0, tuple(runs)), load=True)
         bid.shared[self._sparse], bid.extra[self._sparse], bid.spare[self._sparse] = {}, {}, 0
         bid.reserve[self._sparse] = settings.footprint
         prices = [self._price(group, bid.shared[group].values()) for group in range(len(self.pools))]
         room = [p.available - price - n for p, price, n in zip(self.pools, prices, bid.reserve, strict=True)]
-        if min(room) < leave or not self.book.host_room(units_of(len(request.tokens))):
+        if min(room) < leave or not self.book.host_room(units_of(request.most)):
             return None
         self._take(request, holding, bid)
-        if limit:
-            self._take_spares(holding, bid, room, leave)
+        self._take_spares(holding, bid, room, leave)
         holding.sealed_units = holding.stored = request.computed = 0
         self.book.admit(request)
         self._open_region(request.key, holding)
-        return Admission(load=limit > 0)
+        return Admission(load=True)  # there is always room to be asked for
 
     def _open_region(self, key: Hashable, holding: Holding) -> None:
         holding.hot = True
@@ -116,13 +122,18 @@ class HotHoldings(Holdings):
     def pull(self, request: Request) -> Pull:
         """See `Holdings.pull`."""
         pull = super().pull(request)
-        return replace(pull, hosted=frozenset({self._sparse})) if self.book.hot(request.key) else pull
+        if not self.book.hot(request.key):
+            return pull
+        chunks = -(-request.most // self.book.settings.chunk_tokens)
+        return replace(pull, hosted=frozenset({self._sparse}), chunks=chunks)
 
     def settle(self, request: Request, pulled: Pulled) -> None:
         """See `Holdings.settle`."""
         super().settle(request, pulled)
         table = self._held[request.key].tables[self._sparse]
         admission = self.book.of(request.key).admission
+        if pulled.aside:
+            self.book.promised(request.key, admission, pulled.aside)
         for chunk in pulled.hosted:
             self.book.hosted(request.key, admission, chunk, table)
         pages = self.book.follow(request.key, table)
@@ -134,6 +145,8 @@ class HotHoldings(Holdings):
         """See `Holdings.refuse`."""
         for chunk in pulled.hosted:
             self.book.hosted(pulled.request, 0, chunk, ())
+        if pulled.aside:
+            self.book.promised(pulled.request, 0, pulled.aside)
 
     def _give_back(self, holding: Holding, group: int, tokens: int) -> None:
         if group != self._sparse or not holding.hot:
@@ -153,6 +166,8 @@ class HotHoldings(Holdings):
         growth = super().grow(request, upto)
         if growth is Growth.SHORT and self._squeeze_one(request.key):
             return Growth.DRAINING if upto - request.computed > request.step_tokens else self._grow_hot(request, upto)
+        if growth is Growth.SHORT and self.book.of(request.key).asking:
+            return Growth.DRAINING  # soon it may give way itself
         return growth
 
     def _grow_hot(self, request: Request, upto: int) -> Growth:
@@ -224,8 +239,11 @@ class HotHoldings(Holdings):
             if not book.hot:
                 self.offer_again(key)  # so that more of it is clean the next time
             if not book.hot and key != keep:
-                gains.append((self.book.clean(key), key))
-        for _, key in sorted(gains, key=lambda one: one[0], reverse=True):
+                gains.append((book.aside > 0, self.book.clean(key), key))
+        gains.sort(key=lambda one: one[:2], reverse=True)
+        if gains:
+            self._has_room(gains[0][-1])  # asked for before there is anything to gain: the answer takes a while
+        for *_, key in gains:
             if pool.available >= wanted or not self._squeeze_one(key):
                 break
         return pool.available > before
@@ -242,7 +260,7 @@ class HotHoldings(Holdings):
         held = request.pages.held - len(clean)
         # What it is promised from then on: its region, and what it needs to get on.
         promised = max(settings.footprint - held, settings.blocks + units_of(settings.step_tokens) + 1)
-        if sum(pool.sole(table[page]) for page in clean) + credit <= promised:
+        if sum(pool.sole(table[page]) for page in clean) + credit <= promised or not self._has_room(key):
             return False
         pool.unreserve(credit)
         self.book.let_go(key, table, holding.chain.keys)
@@ -253,6 +271,41 @@ class HotHoldings(Holdings):
         self.offer_again(key)
         self.book.counters.add("hot.squeezed")
         return True
+
+    # --- room in the store -----------------------------------------------------------------------------
+
+    def _has_room(self, key: Hashable) -> bool:
+        """Is there room in the store for all of it? If not, that is asked for."""
+        book = self.book.of(key)
+        lately = book.refused is not None and self._clock() - book.refused < ASK_AGAIN_S
+        if not book.aside and not book.asking and not lately:
+            book.asking = True
+            tenant = self._held[key].tenant
+            self._asks.append(AskRoom(key, book.admission, self._sparse, self.book.lacking(key), tenant))
+        return book.aside > 0
+
+    def aside(self, key: Hashable) -> int:
+        """See `Holdings.aside`."""
+        return self.book.of(key).aside
+
+    def room_asks(self) -> list[AskRoom]:
+        """See `Holdings.room_asks`."""
+        asks, self._asks = self._asks, []
+        return asks
+
+    def room_given(self, given: RoomGiven) -> None:
+        """See `Holdings.room_given`."""
+        if given.aside:
+            self.book.promised(given.ask.request, given.ask.admission, given.aside)
+        request = self.book.known(given.ask.request, given.ask.admission)
+        if request is not None:
+            request.asking = False
+            request.refused = None if given.aside else self._clock()
+
+    def never_hot(self, key: Hashable) -> bool:
+        """See `Holdings.never_hot`."""
+        self._held[key].never_hot = True
+        return super().fits(self.book.of(key).request.most)
 
     # --- host memory -----------------------------------------------------------------------------------
 
@@ -291,6 +344,8 @@ class HotHoldings(Holdings):
         for key, request in self.book.everybody():
             request.failed = 0
             self.offer_again(key)
+            if request.hot:
+                self._has_room(key)
 
     def _told(self, group: int) -> Callable[[bytes], None]:
         told = super()._told(group)

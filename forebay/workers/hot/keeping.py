@@ -12,7 +12,7 @@ import xxhash
 from forebay.errors import CorruptChunk
 from forebay.kvstore.client import AsyncStoreClient
 from forebay.kvstore.identity import MATCH_UNIT
-from forebay.kvstore.protocol import ChunkRead
+from forebay.kvstore.protocol import ChunkRead, NewChunk, Slot
 from forebay.tiers.base import Query
 from forebay.workers.hot.mirror import HostChunk
 
@@ -61,17 +61,28 @@ def host_chunk(client: AsyncStoreClient, chunk: ChunkRead, lease: int, shares: i
 class Stored:
     """A chunk that has just been stored. `own`: by this process, so that its bytes needn't be doubted."""
 
-    group: int
-    key: bytes
-    parent: bytes
+    chunk: NewChunk
     granule_bytes: int
     own: bool
+
+
+async def hold_kept(client: AsyncStoreClient, stored: Stored, slot: Slot) -> HostChunk | None:
+    """A chunk that is pinned with the room that its request had set aside; None if it turns out to be damaged. It has
+    no lease of its own."""
+    chunk = stored.chunk
+    tokens = len(chunk.tokens) // 4
+    read = ChunkRead(
+        chunk.group, chunk.start, tokens, slot.extent, slot.slot_offset, slot.payload_offset,
+        tokens // MATCH_UNIT * stored.granule_bytes, slot.generation, chunk.key,
+    )  # fmt: skip
+    good = stored.own or await verified(client, read, stored.granule_bytes)
+    return host_chunk(client, read, 0, 0, chunk.start + tokens) if good else None
 
 
 async def hold_stored(client: AsyncStoreClient, wanted: Sequence[Stored]) -> list[HostChunk | None]:
     """Pin chunks that have just been stored, under one lease; None for those that have gone already, or turn out to be
     damaged."""
-    queries = [Query(one.group, one.key, one.parent, b"") for one in wanted]
+    queries = [Query(one.chunk.group, one.chunk.key, one.chunk.parent, b"") for one in wanted]
     held = await client.hold(queries, lease_ms=LEASE_MS)
     reads = [held.chunks[place] if place >= 0 else None for place in held.places]
     found: list[ChunkRead | None] = []

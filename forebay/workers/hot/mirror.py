@@ -25,7 +25,8 @@ NONE = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostChunk:
-    """The front of a chunk in the store's pool, verified and pinned under `lease`, which `shares` of these are under.
+    """The front of a chunk in the store's pool, verified and pinned under `lease`, which `shares` of these are under
+    (0: with the room that its request has).
     `payload` is its bytes; they stay mapped as long as somebody has this. `witness` says whether they are still that
     chunk's."""
 

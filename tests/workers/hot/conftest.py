@@ -53,8 +53,8 @@ class Sparse:
         try:
             yield harness
             harness.check_books()
-            for gauge in ("hot.requests", "hot.regions", "hot.host_pages", "hot.leases", "hot.pages_lent"):
-                assert harness.stat(gauge) == 0, gauge
+            for gauge in ("requests", "regions", "host_pages", "leases", "pages_lent", "promised"):
+                assert harness.stat(f"hot.{gauge}") == 0, gauge
         finally:
             harness.stop()
 
