@@ -188,7 +188,7 @@ class StoreCore:
             known = self._covering(chunk)
         if known is not None:
             self.retain(known, tenant, retain_s)
-            return self._place(known, "exists") if self.aside.found(hold, known) else Slot("exists")
+            return self._place(known, "exists", kept=True) if self.aside.found(hold, known) else Slot("exists")
         if len(client.reservations) >= self.limits.reservations_per_client:
             return self._refuse("full")
         # Quarantined slots count as well: who never finishes what it reserves doesn't get more for that.
@@ -207,12 +207,12 @@ class StoreCore:
     def _give(self, client: Client, entry: Entry, retain_s: float, hold: Hold | None) -> Slot:
         self._serial += 1
         self.reservations.give(client, entry, self._serial, retain_s, self.clock() + self.limits.reservation_s, hold)
-        return self._place(entry, "reserved", self._serial)
+        return self._place(entry, "reserved", self._serial, kept=hold is not None)
 
     @staticmethod
-    def _place(entry: Entry, status: Literal["reserved", "exists"], reservation: int = 0) -> Slot:
+    def _place(entry: Entry, status: Literal["reserved", "exists"], reservation: int = 0, *, kept: bool) -> Slot:
         slot = entry.slot
-        return Slot(status, reservation, slot.extent, slot.offset, entry.payload_offset, entry.generation)
+        return Slot(status, reservation, slot.extent, slot.offset, entry.payload_offset, entry.generation, kept)
 
     def _join_write(self, client: Client, entry: Entry, writers: int, retain_s: float, hold: Hold | None) -> Slot:
         if not self.reservations.may_join(client, entry, writers):

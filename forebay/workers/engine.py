@@ -20,7 +20,7 @@ from forebay.workers.generation import Bounds, Generation, RequestKey, begin
 from forebay.workers.guiding import Compiled, Compiler
 from forebay.workers.inbox import Inbox
 from forebay.workers.messages import CancelRequest, Disconnected, Message, Stop, Submit
-from forebay.workers.moves import DEVICE, Opened, Pulled, Pushed, StoreChanged
+from forebay.workers.moves import DEVICE, Opened, Pulled, Pushed, RoomGiven, StoreChanged
 from forebay.workers.outbox import Outbox
 from forebay.workers.protocol import BUSY, FinishReason, Generate
 from forebay.workers.pulse import Pulse
@@ -113,6 +113,9 @@ class Engine:
             seen["works"], seen["waiting"] = len(plan.works), self._parts.scheduler.waiting
         for request in plan.loads:
             self._load(request)
+        for ask in self._parts.memory.holdings.room_asks():
+            assert self._parts.transfer is not None
+            self._parts.transfer.ask_room(ask)
         for request in plan.started:
             self._announce(request)
         for request in [request for request in self._cutting.values() if not request.cut]:
@@ -164,6 +167,8 @@ class Engine:
             case Pushed():
                 self._parts.memory.pushed(message)
                 self._tell_settled(message.push.request)
+            case RoomGiven():
+                self._parts.memory.holdings.room_given(message)
             case StoreChanged():
                 self._store_changed(message.connected)
             case Stop():
@@ -196,15 +201,19 @@ class Engine:
             if generation.put_off < PUT_OFF_MAX:
                 self._put_off([key], "host memory didn't take its pages in time")
                 continue
-            del self._generations[key]
-            self._parts.scheduler.cancel(key)
-            self._forget(generation.request)
-            self._parts.counters.add("hot.given_up")
-            self._parts.trace.end(generation.key, "error")
-            self._parts.outbox.finished(
-                generation.key, "error", "the store's pool doesn't take the rows of this request: raise the store's "
-                "--memory, or the worker's --device-memory or --hot-buffer-host-tokens",
-            )  # fmt: skip
+            self._end_hot(generation)
+
+    def _end_hot(self, generation: Generation) -> None:
+        """Its rows don't fit into host memory."""
+        del self._generations[generation.key]
+        self._parts.scheduler.cancel(generation.key)
+        self._forget(generation.request)
+        self._parts.counters.add("hot.given_up")
+        self._parts.trace.end(generation.key, "error")
+        self._parts.outbox.finished(
+            generation.key, "error", "the store's pool doesn't take the rows of this request, prompt and output: raise "
+            "the store's --memory, or the worker's --device-memory or --hot-buffer-host-tokens, or lower max_tokens",
+        )  # fmt: skip
 
     def _submit(self, key: RequestKey, ask: Generate) -> None:
         outbox = self._parts.outbox
@@ -313,6 +322,10 @@ class Engine:
         if self._parts.scheduler.load_ended(pulled.request) is None:
             self._forget(request)
             self._tell_settled(pulled.request)
+        elif pulled.refused == "ever" and not self._parts.memory.holdings.never_hot(request.key):
+            self._end_hot(self._generations[request.key])
+        elif pulled.refused:  # it waits for room, in the store or on the device
+            self._parts.scheduler.put_off(request.key)
 
     def _opened(self, opened: Opened) -> None:
         """A request's prefix is being loaded from its back: it may be worth computing its front meanwhile."""

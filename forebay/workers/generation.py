@@ -117,7 +117,8 @@ def begin(key: RequestKey, ask: Generate, bounds: Bounds) -> Generation | str:
     if prompt_tokens >= bounds.tokens_max:
         return _too_long(prompt_tokens, bounds)
     fresh = ask.sampling.prompt_logprobs is not None
-    request = Request(key, tokens.tolist(), prompt_tokens, ask.priority, fresh)
+    most = min(prompt_tokens + ask.sampling.max_tokens, bounds.tokens_max)
+    request = Request(key, tokens.tolist(), prompt_tokens, ask.priority, fresh, most=most)
     return Generation(key, ask, request, bounds.tokens_max, bounds.eos_ids)
 
 

@@ -16,7 +16,7 @@ from forebay.scheduler.memory import Admission, Growth
 from forebay.scheduler.request import Request
 from forebay.workers.block_pool import NO_BLOCK, GroupPool
 from forebay.workers.cut import ALONE, MET, Cut
-from forebay.workers.moves import DEVICE, GroupRoom, Pull, Pulled, Pushed
+from forebay.workers.moves import DEVICE, AskRoom, GroupRoom, Pull, Pulled, Pushed, RoomGiven
 from forebay.workers.prefix import DevicePrefix, GroupShape, device_prefix, units_of
 
 
@@ -37,7 +37,7 @@ class Holding:
     """Blocks and keys of one request. `stored` is how far its tokens are known to be with the store (or
     on their way); `spare` and `extra` exist while a load is under way, the latter until a `cut` is joined.
     `cached` says where what wasn't computed came from, `recomputed` how many stored tokens a cut computed.
-    `retain_s` is how long the store is to keep its chunks. `hot`: see `forebay.workers.hot.holdings`."""
+    `retain_s` is how long the store is to keep its chunks. `hot`, `never_hot`: see `forebay.workers.hot.holdings`."""
 
     chain: Chain
     tenant: str
@@ -53,6 +53,7 @@ class Holding:
     sealed_units: int = 0
     stored: int = 0
     hot: bool = False
+    never_hot: bool = False
 
     @property
     def holds(self) -> bool:
@@ -417,6 +418,22 @@ class Holdings:
     def admission(self, key: Hashable, group: int) -> int:
         """A number for this stay of a request if its chunks of `group` are to stay in host memory, else 0."""
         return 0
+
+    def aside(self, key: Hashable) -> int:
+        """The lease under which the store has room for a request's chunks, or 0."""
+        return 0
+
+    def room_asks(self) -> list[AskRoom]:
+        """Room that is to be asked for. Told once."""
+        return []
+
+    def room_given(self, given: RoomGiven) -> None:
+        """An answer to that."""
+
+    def never_hot(self, key: Hashable) -> bool:
+        """There will never be room in the store for all of a request. False if it doesn't fit without, either; else it
+        waits for the device to have room for all of it."""
+        return True
 
     def pushed(self, done: Pushed) -> None:
         """A chunk that was to stay in host memory is there, or isn't."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from forebay.workers.generation import RequestKey
 from forebay.workers.guiding import Compiled
-from forebay.workers.moves import Opened, Pulled, Pushed, StoreChanged
+from forebay.workers.moves import Opened, Pulled, Pushed, RoomGiven, StoreChanged
 from forebay.workers.protocol import Generate
 
 
@@ -38,4 +38,4 @@ class Stop:
     """End the loop, after the tails of all running requests have been handed to the store."""
 
 
-Message = Submit | CancelRequest | Disconnected | Stop | Compiled | Opened | Pulled | Pushed | StoreChanged
+Message = Submit | CancelRequest | Disconnected | Stop | Compiled | Opened | Pulled | Pushed | RoomGiven | StoreChanged

@@ -24,15 +24,11 @@ from forebay.workers.config import Prefixes
 from forebay.workers.copying import Copier
 from forebay.workers.counters import Counters
 from forebay.workers.cutting import Cutter
-from forebay.workers.hot.keeping import host_chunk, verified
-from forebay.workers.hot.mirror import HostChunk
+from forebay.workers.hot.bringing import ATTEMPTS_MAX, HotPuller
 from forebay.workers.moves import DEVICE, HOST, Opened, Pull, Pulled
 from forebay.workers.prefix import GroupShape, missing_runs
 from forebay.workers.rates import Rates
 from forebay.workers.reading import Copy, Reading
-
-ATTEMPTS_MAX = 3
-"""Lookups of one pull, when chunks turn out to be damaged."""
 
 GRACE_S = 1.0
 """How much longer than the store's own deadline a lookup may take before its store counts as hung."""
@@ -69,13 +65,18 @@ class Puller:
         self._counters = counters
         self._reading = Reading(client, copiers, counters)
         self.cutter = Cutter(client, self._reading, shapes, rates, counters, deliver, rules.deadline_ms)
+        self._hot = HotPuller(
+            client, shapes, counters, rules.deadline_ms, self._lookup, self._copy_found, self._release_soon
+        )  # fmt: skip
 
     async def pull(self, namespace_id: bytes, pull: Pull) -> Pulled:
         """Never raises for what a store may do: a failed pull brings nothing."""
         try:
+            if pull.hosted:
+                return await self._hot.pull(namespace_id, pull)
             if self._rules.prefixes == "compute":
                 return self._nothing(pull)
-            if self._rules.prefixes == "load" or self.cutter.busy or pull.hosted:
+            if self._rules.prefixes == "load" or self.cutter.busy:
                 return await self._pull_found(namespace_id, pull, self._rules.deadline_ms)
             return await self._pull_cut(namespace_id, pull)
         except TimeoutError:
@@ -83,7 +84,7 @@ class Puller:
         except StoreError as error:
             self._counters.add("loads.failed")
             log.debug("a pull failed: %s", error)
-        return self._nothing(pull)
+        return replace(self._nothing(pull), refused="now") if pull.hosted else self._nothing(pull)
 
     async def _pull_cut(self, namespace_id: bytes, pull: Pull) -> Pulled:
         """What host memory has, at once; of what tiers have beyond, what is worth it."""
@@ -121,18 +122,19 @@ class Puller:
         for _ in range(ATTEMPTS_MAX):
             left_ms = max(0, int((end - loop.time()) * 1000))
             found = await self._lookup(namespace_id, pull, left_ms)
-            self._retain(pull, found)
             pulled = None
             try:
                 pulled = await self._copy_found(pull, found)
             finally:
-                if found.lease and pulled is not None and pulled.hosted:
-                    self._keep_hosted(pull, found)
-                elif found.lease:  # soon, not now: the request that waits comes first
-                    loop.call_soon(self.cutter.release, found.lease)
+                if found.lease:
+                    self._release_soon(found.lease)
             if pulled is not None:
                 return pulled
         return self._nothing(pull)
+
+    def _release_soon(self, lease: int) -> None:
+        """Not now: the request that waits comes first."""
+        asyncio.get_running_loop().call_soon(self.cutter.release, lease)
 
     def _nothing(self, pull: Pull, stored: int | None = None) -> Pulled:
         return Pulled(pull.request, 0, tuple({} for _ in self._shapes), stored=stored)
@@ -148,10 +150,12 @@ class Puller:
     async def _lookup(self, namespace_id: bytes, pull: Pull, deadline_ms: int) -> Found:
         self._counters.add("lookups")
         async with asyncio.timeout(deadline_ms / 1000 + GRACE_S):
-            return await self._client.lookup(
+            found = await self._client.lookup(
                 namespace_id, pull.root, pull.tokens, pull.keys, limit=pull.limit, deadline_ms=deadline_ms,
                 tenant=pull.tenant,
             )  # fmt: skip
+        self._retain(pull, found)
+        return found
 
     async def _copy_found(self, pull: Pull, found: Found) -> Pulled | None:
         """None: something was damaged, ask again."""
@@ -164,7 +168,7 @@ class Puller:
             return self._nothing(pull, stored)
         if await self._reading.copy(copies):
             return None
-        hosted = await self._host(pull, found)
+        hosted = await self._hot.host(pull, found)
         if hosted is None:
             return None
         placed: tuple[dict[int, int], ...] = tuple({} for _ in self._shapes)
@@ -174,22 +178,6 @@ class Puller:
         copies += [Copy(c, 0, range(c.start // MATCH_UNIT, (c.start + c.tokens) // MATCH_UNIT), ()) for c in inside]
         sources = sources_of(pull, found.hit, copies)
         return Pulled(pull.request, found.hit, placed, sources, stored=found.hit, hosted=hosted)
-
-    async def _host(self, pull: Pull, found: Found) -> tuple[HostChunk, ...] | None:
-        """What is to be read in place, verified. None: something was damaged, ask again."""
-        chunks = [chunk for chunk in found.chunks if chunk.group in pull.hosted]
-        for chunk in chunks:
-            if not await verified(self._client, chunk, self._shapes[chunk.group].geometry.granule_bytes):
-                self._counters.add("loads.corrupt")
-                return None
-            self._counters.add(f"hosted.{chunk.promoted or HOST}.chunks")
-        return tuple(host_chunk(self._client, chunk, found.lease, len(chunks), found.hit) for chunk in chunks)
-
-    def _keep_hosted(self, pull: Pull, found: Found) -> None:
-        """What was copied is let go of; the rest stays promised."""
-        copied = [at for at, chunk in enumerate(found.chunks) if chunk.group not in pull.hosted]
-        for at in range(0, len(copied), BATCH_ITEMS_MAX):
-            self._client.release_chunks(found.lease, copied[at : at + BATCH_ITEMS_MAX])
 
 
 def plan_copies(shapes: Sequence[GroupShape], pull: Pull, found: Found) -> list[Copy] | None:

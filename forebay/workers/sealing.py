@@ -98,7 +98,8 @@ class DeviceMemory:
             for block in blocks:
                 pool.pin(block)
             stays = self.holdings.admission(request.key, group) if stop - start == self._chunk_tokens else 0
-            push = Push(request.key, holding.tenant, chunk, blocks, size, holding.retain_s, stays)
+            aside = self.holdings.aside(request.key)
+            push = Push(request.key, holding.tenant, chunk, blocks, size, holding.retain_s, stays, aside)
             self.unanswered[request.key] += 1
             if not self._push(push):
                 self.pushed(Pushed(push))

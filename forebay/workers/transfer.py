@@ -23,7 +23,8 @@ from forebay.workers.config import Prefixes
 from forebay.workers.counters import Counters
 from forebay.workers.doors import Doors, own_doors
 from forebay.workers.hot.keeping import LEASE_MS
-from forebay.workers.moves import Opened, Pull, Pulled, Push, Pushed, StoreChanged
+from forebay.workers.hot.promising import set_aside
+from forebay.workers.moves import AskRoom, Opened, Pull, Pulled, Push, Pushed, RoomGiven, StoreChanged
 from forebay.workers.prefix import GroupShape
 from forebay.workers.pulling import Puller, PullRules
 from forebay.workers.pushing import PushQueue
@@ -42,7 +43,7 @@ JOIN_LEASES_MAX = 64
 
 log = logging.getLogger(__name__)
 
-Delivery = Opened | Pulled | Pushed | StoreChanged
+Delivery = Opened | Pulled | Pushed | RoomGiven | StoreChanged
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ class Transfer:
 
     def pull(self, pull: Pull) -> None:
         """Answered by `Pulled`, whatever happens."""
-        self._loop.call_soon_threadsafe(self._begin_pull, pull)
+        self._loop.call_soon_threadsafe(self._begin, pull)
 
     def push(self, push: Push) -> bool:
         """Answered by `Pushed`, unless this returns False: the queue is full, nothing was taken."""
@@ -130,6 +131,10 @@ class Transfer:
         if taken:
             self._loop.call_soon_threadsafe(self._wake.set)
         return taken
+
+    def ask_room(self, ask: AskRoom) -> None:
+        """Answered by `RoomGiven`, whatever happens."""
+        self._loop.call_soon_threadsafe(self._begin, ask)
 
     def release(self, leases: Sequence[int]) -> None:
         """Give leases back of chunks that were read in place."""
@@ -237,7 +242,10 @@ class Transfer:
     def _tell(self, told: Delivery) -> None:
         """`deliver`; what stays in host memory is renewed from now on."""
         chunks = told.hosted if isinstance(told, Pulled) else (told.hosted,) if isinstance(told, Pushed) else ()
-        self._renewed.update(chunk.lease for chunk in chunks if chunk is not None)
+        leases = {chunk.lease for chunk in chunks if chunk is not None}
+        if isinstance(told, Pulled | RoomGiven):
+            leases.add(told.aside)
+        self._renewed |= leases - {0}
         self._deliver(told)
 
     async def _pause(self, seconds: float) -> None:
@@ -260,13 +268,25 @@ class Transfer:
             self.counters.add("push.lost")
             self._deliver(Pushed(push, lost=True))
 
-    def _begin_pull(self, pull: Pull) -> None:
-        task = self._loop.create_task(self._pull(pull))
+    def _begin(self, asked: Pull | AskRoom) -> None:
+        task = self._loop.create_task(self._pull(asked) if isinstance(asked, Pull) else self._give_room(asked))
         self._pulls.add(task)
         task.add_done_callback(self._pulls.discard)
 
+    async def _give_room(self, ask: AskRoom) -> None:
+        lease = 0
+        try:
+            if self._connected:
+                aside = await set_aside(self._client, self._namespace_id, ask.tenant, ask.group, ask.chunks)
+                lease = aside.lease
+        except ForebayError as error:
+            log.debug("no room was set aside: %s", error)
+        finally:
+            self._tell(RoomGiven(ask, lease))
+
     async def _pull(self, pull: Pull) -> None:
-        pulled, began = Pulled(pull.request, 0, tuple({} for _ in pull.rooms)), self._trace.now()
+        nothing = Pulled(pull.request, 0, tuple({} for _ in pull.rooms), refused="now" if pull.hosted else "")
+        pulled, began = nothing, self._trace.now()
         try:
             if self._connected:
                 pulled = await self._puller.pull(self._namespace_id, pull)

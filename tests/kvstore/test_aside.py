@@ -80,7 +80,7 @@ def test_a_chunk_that_is_there_already_is_kept_and_its_room_given_back() -> None
     for _ in range(2):  # also when it is offered once more
         slot = store.core.reserve(store.client, store.namespace_id, "", chunks[0], aside=hold.lease)
         entry = store.core.table.get(GROUP, chunks[0].key)
-        assert entry is not None and slot.status == "exists"
+        assert entry is not None and slot.status == "exists" and slot.kept
         assert (SlotRef(slot.extent, slot.slot_offset), slot.generation) == (entry.slot, entry.generation)
         assert entry.pins == 1 and store.core.aside.bytes == slot_bytes(store)
 
@@ -93,7 +93,7 @@ def test_one_that_was_not_read_since_a_restart_isn_t_kept_unread() -> None:
     entry.verified = False
     hold = set_aside(store, 1)
     slot = store.core.reserve(store.client, store.namespace_id, "", chunk, aside=hold.lease)
-    assert (slot.status, slot.generation, entry.pins) == ("exists", 0, 0)
+    assert (slot.status, slot.kept, entry.pins) == ("exists", False, 0)
 
 
 def test_it_is_for_whole_chunks_of_one_group_of_one_tenant() -> None:

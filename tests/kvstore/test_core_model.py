@@ -106,9 +106,9 @@ class CoreMachine(RuleBasedStateMachine):
                 mine.left -= mine.left > 0
                 self._commit(Granted(mine.client, slot, chunk))
             entry = self.w.core.table.get(chunk.group, chunk.key)
-            if slot.status == "exists" and slot.generation and entry not in mine.kept:
+            if slot.status == "exists" and slot.kept and entry not in mine.kept:
                 mine.left -= mine.left > 0
-            if entry is not None and (slot.status == "reserved" or slot.generation) and entry not in mine.kept:
+            if entry is not None and slot.kept and entry not in mine.kept:
                 mine.kept.append(entry)
 
     @precondition(lambda self: self.w.asides)

@@ -64,7 +64,7 @@ async def _store(worker: Worker, prompt: Prompt, room: Room, chunks: list[NewChu
         worker.world.count(f"reserve_aside.{slot.status}")
         if slot.status == "full" and room.left and await _kept(worker, room) is not None:
             worker.world.fail(f"a store was refused though room for {room.left} chunks was set aside")
-        if slot.status == "reserved" or slot.generation:
+        if slot.status == "reserved" or slot.kept:
             room.left -= room.left > 0
         if slot.status == "reserved":
             copies.append(worker.begin_copy(prompt, chunk, slot))
