@@ -20,13 +20,15 @@ from forebay.workers.holdings import Holdings
 from forebay.workers.hot.making import make_holdings
 from forebay.workers.hot.mirror import HostChunk
 from forebay.workers.hot.settings import default_rows
-from forebay.workers.moves import Pull, Pulled, Push, Pushed
+from forebay.workers.moves import Pull, Pulled, Push, Pushed, RoomGiven
 from forebay.workers.prefix import GroupShape
 from forebay.workers.sealing import DeviceMemory
 
 CHUNK, STEP = 256, 4096
 STEPS, DECODED = 3, 40
 """Steps after each newcomer, and at the end."""
+ROOM = 1
+"""The lease of whatever room is asked for: the store has enough of it."""
 POOL_SHARE = 8
 """Rows get an eighth of the device where requests are hot: what is left holds index keys."""
 
@@ -95,6 +97,8 @@ class Books:
             for request in plan.loads:
                 self._holdings.settle(request, self._pulled(self._holdings.pull(request)))
                 self._scheduler.load_ended(request.key)
+            for ask in self._holdings.room_asks():
+                self._holdings.room_given(RoomGiven(ask, ROOM))
             for work in plan.works:
                 work.request.computed = work.end
                 if work.samples:
@@ -112,7 +116,8 @@ class Books:
             {} if group in pull.hosted else dict(enumerate(room.spare)) for group, room in enumerate(pull.rooms)
         )
         hosted = tuple(self._chunks(pull.limit)) if pull.hosted else ()
-        return Pulled(pull.request, pull.limit, placed, {"host": pull.limit}, pull.limit, hosted)
+        aside = ROOM if pull.hosted else 0
+        return Pulled(pull.request, pull.limit, placed, {"host": pull.limit}, pull.limit, hosted, aside)
 
     def _chunks(self, tokens: int) -> Iterator[HostChunk]:
         for start in range(0, tokens, CHUNK):

@@ -25,6 +25,7 @@ from forebay.workers.copying import Copier
 from forebay.workers.counters import Counters
 from forebay.workers.cutting import Cutter
 from forebay.workers.hot.bringing import ATTEMPTS_MAX, HotPuller
+from forebay.workers.hot.promising import PATIENCE_S
 from forebay.workers.moves import DEVICE, HOST, Opened, Pull, Pulled
 from forebay.workers.prefix import GroupShape, missing_runs
 from forebay.workers.rates import Rates
@@ -84,7 +85,10 @@ class Puller:
         except StoreError as error:
             self._counters.add("loads.failed")
             log.debug("a pull failed: %s", error)
-        return replace(self._nothing(pull), refused="now") if pull.hosted else self._nothing(pull)
+        if not pull.hosted:
+            return self._nothing(pull)
+        await asyncio.sleep(PATIENCE_S)  # it will ask again at once
+        return replace(self._nothing(pull), refused="now")
 
     async def _pull_cut(self, namespace_id: bytes, pull: Pull) -> Pulled:
         """What host memory has, at once; of what tiers have beyond, what is worth it."""

@@ -262,6 +262,8 @@ class FakeStoreClient:
         whole = len(chunk.tokens) == 4 * self.store.namespace.chunk_tokens
         kept = aside in self.store.asides and chunk.group == 0 and whole
         known = self.store.chunks.get((chunk.group, chunk.key))
+        if self.store.refuse == "busy":
+            return Slot("busy")
         if known is not None:
             return Slot("exists", generation=known.generation, kept=kept)
         if kept and self.store.asides[aside]:

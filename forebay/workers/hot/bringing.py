@@ -66,16 +66,16 @@ class HotPuller:
         room = await self._set_aside(namespace_id, pull, found.hit)
         if not isinstance(room, int):
             return self._refused(pull, room)
-        pulled = None
+        pulled, useful = None, False
         try:
             pulled = await self._copy(pull, found)
-            if pulled is not None and pulled.hit < found.hit:  # of no use after all: more will have to be stored
-                pulled = None
-                return await self._promised_nothing(namespace_id, pull)
+            useful = pulled is not None and pulled.hit == found.hit
         finally:
-            if pulled is None:
+            if not useful:
                 self._client.release([room])
-        return None if pulled is None else replace(pulled, aside=room)
+        if pulled is None or useful:
+            return None if pulled is None else replace(pulled, aside=room)
+        return await self._promised_nothing(namespace_id, pull)  # more will have to be stored than it looked
 
     async def _promised_nothing(self, namespace_id: bytes, pull: Pull) -> Pulled:
         room = await self._set_aside(namespace_id, pull, 0)

@@ -301,6 +301,7 @@ class HotHoldings(Holdings):
         if request is not None:
             request.asking = False
             request.refused = None if given.aside else self._clock()
+            self.book.counters.add("hot.room_refused", not given.aside)
 
     def never_hot(self, key: Hashable) -> bool:
         """See `Holdings.never_hot`."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -20,7 +20,7 @@ from forebay.workers.hot.holdings import HotHoldings
 from forebay.workers.hot.mirror import HostChunk
 from forebay.workers.hot.residency import Page
 from forebay.workers.hot.settings import settings_for
-from forebay.workers.moves import Pull, Pulled, Push, Pushed
+from forebay.workers.moves import AskRoom, Pull, Pulled, Push, Pushed, RoomGiven
 from forebay.workers.prefix import GroupShape
 from forebay.workers.sealing import DeviceMemory
 
@@ -40,8 +40,11 @@ class House:
     seed: int
     pushes: list[Push] = field(default_factory=list)
     pulls: list[Pull] = field(default_factory=list)
+    asks: list[AskRoom] = field(default_factory=list)
+    room: set[int] = field(default_factory=set)
     released: list[int] = field(default_factory=list)
     granted: list[int] = field(default_factory=list)
+    lost: bool = False
     now: float = 0.0
     counted: int = 0
 
@@ -76,6 +79,7 @@ class House:
     def step(self) -> None:
         plan = self.scheduler.plan()
         self.pulls += [self.holdings.pull(request) for request in plan.loads]
+        self.asks += self.holdings.room_asks()
         for work in plan.works:
             self._check_fed(work.request, work.end)
             work.request.computed = work.end
@@ -124,13 +128,31 @@ class House:
         hit = self.rng.choice([0, pull.limit, pull.limit // 2 // MATCH_UNIT * MATCH_UNIT])
         request = self.scheduler.find(pull.request)
         assert request is not None
-        pulled = self._pulled(pull, hit if self.holdings.ask_store and hit > pull.device_hit else 0)
+        refused = bool(pull.hosted) and (not self.holdings.ask_store or self.rng.random() < 0.2)
+        pulled = self._pulled(pull, hit if self.holdings.ask_store and hit > pull.device_hit and not refused else 0)
+        if refused:
+            pulled = replace(pulled, refused="now")
+        elif pull.hosted:
+            pulled = replace(pulled, aside=self._give_room())
         if request.state is RequestState.FINISHED:
             self.holdings.refuse(pulled)
         else:
             self.holdings.settle(request, pulled)
         if self.scheduler.load_ended(pull.request) is None:
             self.holdings.forget(pull.request)
+        elif refused:
+            self.scheduler.put_off(pull.request)
+
+    def answer_ask(self) -> None:
+        if self.asks:
+            ask = self.asks.pop(self.rng.randrange(len(self.asks)))
+            given = self.holdings.ask_store and self.rng.random() < 0.7
+            self.holdings.room_given(RoomGiven(ask, self._give_room() if given else 0))
+
+    def _give_room(self) -> int:
+        lease = 1_000_000 + len(self.room)
+        self.room.add(lease)
+        return lease
 
     def _pulled(self, pull: Pull, hit: int) -> Pulled:
         if not hit:
@@ -156,6 +178,7 @@ class House:
 
     def store_changes(self) -> None:
         self.holdings.ask_store = not self.holdings.ask_store
+        self.lost = True
         if self.holdings.ask_store:
             self.holdings.store_back()
             return
@@ -188,6 +211,8 @@ class House:
                 held = request.pages.state(page) in (Page.DIRTY, Page.CLEAN)
                 assert held == (table[page] >= 0), (key, page)
             assert request.hot == bool(request.blocks)
+            # Nothing is hot without room for all of it, but for what lost that with its store.
+            assert request.aside or not request.hot or not len(request.pages) or self.lost
             assert not used & set(request.blocks) and not set(request.blocks) & set(table)
             used |= set(request.blocks)
         lent = {(k, p) for k, r in book.everybody() for p in range(len(r.pages)) if r.pages.state(p) is Page.LENT}
@@ -198,8 +223,11 @@ class House:
         if not self.holdings.ask_store:
             self.store_changes()
         for _ in range(3000):
-            if not (self.pushes or self.pulls or self.scheduler.holding or self.scheduler.waiting):
+            if not (self.pushes or self.pulls or self.asks or self.scheduler.holding or self.scheduler.waiting):
                 break
+            self.now += 0.1
+            while self.asks:
+                self.answer_ask()
             while self.pulls:
                 self.answer_pull()
             for _ in range(4):
@@ -213,7 +241,7 @@ def test_any_order_of_events_keeps_the_books_and_lets_everybody_end(seed: int) -
     house = House(seed)
     deeds = [house.submit, house.cancel, house.store_changes, house.time_passes, house.answer_pull, house.answer_push]
     for _ in range(120):
-        deed = house.rng.choices([*deeds, house.step], weights=[2, 0.4, 0.15, 0.2, 3, 4, 6])[0]
+        deed = house.rng.choices([*deeds, house.answer_ask, house.step], weights=[2, 0.4, 0.15, 0.2, 3, 4, 2, 6])[0]
         if deed != house.submit or house.scheduler.waiting < 6:
             deed()
         house.check()
@@ -222,4 +250,6 @@ def test_any_order_of_events_keeps_the_books_and_lets_everybody_end(seed: int) -
     for pool in house.holdings.pools:
         assert pool.available == pool.blocks
     gauges = house.holdings.book.gauges()
-    assert all(gauges[f"hot.{name}"] == 0 for name in ("requests", "regions", "host_pages", "pages_lent", "leases"))
+    names = ("requests", "regions", "host_pages", "pages_lent", "leases", "promised")
+    assert all(gauges[f"hot.{name}"] == 0 for name in names)
+    assert house.room <= set(house.released) or house.lost, "room is given back"

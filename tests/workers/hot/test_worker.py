@@ -149,10 +149,11 @@ def test_a_damaged_chunk_is_never_read_in_place(glm: Sparse) -> None:
         assert store.reported
 
 
-def test_what_host_memory_has_no_room_for_is_tried_again_and_then_given_up(glm: Sparse) -> None:
+def test_what_host_memory_does_not_take_is_tried_again_and_then_given_up(glm: Sparse) -> None:
+    """Somebody else is writing it, and never ends."""
     store = FakeStore()
     with glm.worker(store, **(TIGHT | {"hot_buffer_deadline_s": 0.1})) as worker:
-        store.refuse = "full"
+        store.refuse = "busy"
         key = worker.submit(glm.text(230, 14), 60)
         answer = worker.wait(key, 60)
         assert answer.finished is not None and answer.finished.reason == "error"
