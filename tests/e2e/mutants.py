@@ -1,7 +1,7 @@
 """Mistakes that a mixed load must notice: `python -m tests.e2e.mutants NAME COMMAND ...` is `forebay COMMAND ...`.
 
     repeats    a front end forgets the last token it emitted when a worker is lost: the client reads it twice
-    forgets    a front end doesn't offer a lost worker's requests to another one: their clients wait for ever
+    forgets    a front end doesn't offer a lost worker's requests to any other: their clients wait for ever
     reseeds    later attempts draw other random numbers
     swaps      what comes from the store is put into its blocks in another order
     leaks      a worker keeps the blocks of requests that were cancelled
@@ -32,7 +32,13 @@ def repeats() -> None:
 def forgets() -> None:
     from forebay.workers.api.fleet import Fleet
 
-    Fleet._offer_all = lambda self, calls: None  # type: ignore[method-assign]
+    offer = Fleet._offer
+
+    def forgetful(self: Any, call: Any) -> None:
+        if not call.deaths:
+            offer(self, call)
+
+    Fleet._offer = forgetful  # type: ignore[method-assign]
 
 
 def reseeds() -> None:
