@@ -201,6 +201,12 @@ class HotHoldings(Holdings):
         for _ in range(freed):
             self.pools[self._sparse].keep_promise()
         holding.credit[self._sparse] += freed
+        # One that was squeezed with many dirty pages holds more than it needs to get on: that is for others now.
+        settings, credit = self.book.settings, holding.credit[self._sparse]
+        excess = self.book.of(key).pages.held + settings.blocks + credit - settings.footprint
+        excess = min(max(excess, 0), credit)
+        self.pools[self._sparse].unreserve(excess)
+        holding.credit[self._sparse] -= excess
 
     def drop_all(self, request: Request) -> None:
         """See `Holdings.drop_all`."""
