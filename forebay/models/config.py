@@ -25,6 +25,10 @@ class Config:
     def __contains__(self, key: str) -> bool:
         return self._values.get(key) is not None
 
+    def names(self) -> set[str]:
+        """The keys whose values aren't null."""
+        return {key for key, value in self._values.items() if value is not None}
+
     def get(self, key: str, default: Any = None) -> Any:
         """The value as it is in the file; null counts as absent."""
         value = self._values.get(key)

@@ -29,7 +29,7 @@ from forebay.models.gguf_file import GGUFFile, GGUFTensor, read_gguf
 from forebay.models.gguf_tokenizer import write_tokenizer
 from forebay.models.weights import INDEX_FILE, Progress
 
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 SHARD_BYTES = 2**30
 SOURCE_FILE = "source.json"
 

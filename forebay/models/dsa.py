@@ -15,7 +15,7 @@ from forebay.models.config import INDEX_KEYS, Config
 from forebay.models.deepseek import sharpness
 from forebay.models.latent import LatentShape
 from forebay.models.layers import Layer
-from forebay.models.moe import MLP, sparse_mlp
+from forebay.models.moe import MLP, refuse_other_routers, sparse_mlp
 from forebay.models.rope_config import read_rope
 from forebay.models.sparse import IndexShape, SparseLatentAttention
 from forebay.models.standard import build_decoder, dense_mlp, pre_norm_layer, read_info, refuse_settings
@@ -55,7 +55,7 @@ class DsaShape:
 
 def read_shape(config: Config) -> DsaShape:
     """From a configuration of type deepseek_v32 or glm_moe_dsa."""
-    refuse_settings(config, mlp_bias=False)
+    refuse_settings(config, kind="indexed_attention", mlp_bias=False)
     known, layers = _DEFAULTS[config.text("model_type")], config.size("num_hidden_layers")
     nope, rope = config.size("qk_nope_head_dim", known.nope), read_rope(config, _rotated(config), theta=1e4)
     latent = LatentShape(
@@ -123,8 +123,7 @@ def _read_dense(config: Config, layers: int) -> tuple[bool, ...]:
 def read_routing(config: Config) -> Routing:
     """Of a configuration of type deepseek_v32 or glm_moe_dsa."""
     known = _DEFAULTS[config.text("model_type")]
-    if config.text("scoring_func", "sigmoid") != "sigmoid" or config.text("topk_method", "noaux_tc") != "noaux_tc":
-        raise config.unsupported("a router other than sigmoid with noaux_tc is not supported in this family")
+    refuse_other_routers(config)
     return Routing(
         config.size("num_experts_per_tok", 8),
         "sigmoid",

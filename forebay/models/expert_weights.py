@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forebay.kernels.dispatch import dispatch
@@ -18,6 +20,8 @@ from forebay.models.weights import Weights
 
 Pair = tuple[Tensor, Tensor]
 """Of an expert, or of all of them: what is of its first projection and of its second."""
+
+log = logging.getLogger(__name__)
 
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 
@@ -73,20 +77,46 @@ class GatedExperts:
         )
 
     def _fp8(self, weights: Weights, mine: ExpertShare) -> tuple[Stack, Stack] | None:
-        """Experts as they are stored in FP8, if kernels take them: whole ones, with scales of blocks that end where
-        gate and up do."""
-        quantisation = weights.quantisation
-        if quantisation.method != "fp8" or quantisation.block != (FP8_GROUP, FP8_GROUP) or self.ffn % FP8_GROUP:
+        """Experts as they are stored in FP8, if kernels take them. A part of the columns is widened to whole blocks of
+        scales, by zeros: they give nothing."""
+        block = weights.quantisation.block
+        if weights.quantisation.method != "fp8" or not mine.columns or not stacks(weights, own_fp8(weights.device)):
             return None
-        if len(mine.columns) != self.ffn or not stacks(weights, own_fp8(weights.device)):
+        if block != (FP8_GROUP, FP8_GROUP):
+            log.warning(
+                "%s in FP8 with scales for %d x %d are unpacked to %s: kernels take %d x %d", self.at, *block,
+                weights.dtype, FP8_GROUP, FP8_GROUP,
+            )  # fmt: skip
             return None
         ups, downs = [], []
         for index in mine.ids:
             gate, up, down = (f"{self.at}.{index}.{name}.weight" for name in self.names)
-            sides = [weights.take_fp8(name, self.ffn, self.hidden) for name in (gate, up)]
+            sides = [_fp8_part(weights, name, (self.ffn, self.hidden), 0, mine.columns) for name in (gate, up)]
             ups.append(tuple(torch.cat(parts) for parts in zip(*sides, strict=True)))
-            downs.append(weights.take_fp8(down, self.hidden, self.ffn))
+            downs.append(_fp8_part(weights, down, (self.hidden, self.ffn), 1, mine.columns))
         return _fp8_stack(ups, weights.device), _fp8_stack(downs, weights.device)
+
+
+def _fp8_part(weights: Weights, name: str, shape: tuple[int, int], axis: int, part: range) -> Pair:
+    """Values and scales of the blocks that have any of `part`; what isn't of it is zero."""
+    wide = widened(part, FP8_GROUP)
+    there = range(wide.start, min(wide.stop, shape[axis]))
+    values, scales = weights.take_fp8(name, *shape, cut={axis: there})
+    missing = [0, 0, 0, len(wide) - len(there)] if axis == 0 else [0, len(wide) - len(there)]
+    bits = F.pad(values.view(torch.uint8), missing)
+    clear(bits, axis, part, wide)
+    return bits.view(values.dtype), scales
+
+
+def widened(part: range, step: int) -> range:
+    """`part` from the beginning of a block of `step` to the end of one."""
+    return range(part.start // step * step, -(-part.stop // step) * step)
+
+
+def clear(x: Tensor, axis: int, part: range, wide: range, value: int = 0) -> None:
+    """Write `value` to what is of `wide`, which is the axis of `x`, and not of `part`."""
+    x.narrow(axis, 0, part.start - wide.start).fill_(value)
+    x.narrow(axis, part.stop - wide.start, wide.stop - part.stop).fill_(value)
 
 
 def _fp8_stack(parts: Iterable[tuple[Tensor, ...]], device: torch.device) -> Stack:
@@ -135,10 +165,11 @@ class StackedProjection:
         # Copies, so that no expert's share keeps the whole stack.
         return (matrix.contiguous() for matrix in found)
 
-    def codes(self, ids: range, bias: Tensor | None) -> Stack:
-        """These experts as they are stored in MXFP4."""
-        values, scales = self.weights.take_codes(self.name, self.experts, self.out, self.into, cut={0: ids})
-        return Stack(values, "mxfp4", scales, bias)
+    def codes(self, ids: range, rows: range, columns: range) -> tuple[Tensor, Tensor]:
+        """Codes and scales of these experts, or of these parts of them, as they are stored in MXFP4. The columns are
+        whole groups."""
+        parts = {0: ids, 1: rows, 2: columns}
+        return self.weights.take_codes(self.name, self.experts, self.out, self.into, cut=parts)
 
     def bias(self, ids: range, rows: range) -> Tensor:
         """[experts, out] of these experts and rows."""

@@ -16,6 +16,7 @@ from forebay.kernels.batch import Batch
 from forebay.models.base import CausalLM, KVGroup, ModelInfo
 from forebay.models.config import Config
 from forebay.models.context import context_of, query_heads
+from forebay.models.foreign import refuse_foreign
 from forebay.models.kv_scales import read_kv_scales
 from forebay.models.layers import Attention, Decoder, HeadNorm, RMSNorm
 from forebay.models.ranks import HeadShare, held_group, share_heads
@@ -53,10 +54,9 @@ def read_shape(config: Config) -> Gemma3Shape:
         raise config.broken(f"{heads} heads, {kv_heads} KV heads of {head_dim} don't fit together")
     if config.text("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         raise config.unsupported(f"activation {config.get('hidden_activation')!r} is not supported")
-    if config.flag("use_bidirectional_attention", False) or config.flag("attention_bias", False):
-        raise config.unsupported("bidirectional attention and attention bias are not supported")
-    if "attn_logit_softcapping" in config:
-        raise config.unsupported("capped attention scores are not supported")
+    if config.flag("attention_bias", False):
+        raise config.unsupported("attention bias is not supported")
+    refuse_foreign(config, ("sliding_window", "layer_types", "final_logit_softcapping"))
     full, local = _read_ropes(config, head_dim)
     capped = "final_logit_softcapping" in config
     return Gemma3Shape(

@@ -52,6 +52,28 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 _LARGEST_GEMMA3_LAYERS = 62
 
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.scale": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "embedding_scale": (1.0,),
+    "expert_count": (0,),
+    "logit_scale": (1.0,),
+    "residual_scale": (1.0,),
+    "rope.scale_linear": (1.0,),
+    "rope.scaling.alpha": (0.0,),
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0, -1.0),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+    "use_parallel_residual": (False,),
+}
+"""Settings that no architecture here computes, and the values that change nothing."""
+
+_GEMMA3_ONLY = ("attention.sliding_window", "final_logit_softcapping")
+
 
 @dataclass(frozen=True, slots=True)
 class _Metadata:
@@ -89,9 +111,16 @@ def gguf_config(file: GGUFFile, rope_factors: tuple[float, ...] = ()) -> dict[st
             f"{file.path}: architecture {file.architecture!r} is not supported; supported are {', '.join(MODEL_TYPES)}"
         )
     found = _Metadata(file)
+    _refuse(found)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointBroken(f"{file.path} has no token_embd.weight; download it again")
+    tokens = file.metadata.get("tokenizer.ggml.tokens", [])
+    if isinstance(tokens, list) and len(tokens) > embedding.shape[0]:
+        raise CheckpointBroken(
+            f"{file.path}: {len(tokens)} tokens for {embedding.shape[0]} rows of token_embd.weight; convert it again "
+            "from its source"
+        )
     heads, hidden = found.size("attention.head_count"), found.size("embedding_length")
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[file.architecture]],
@@ -111,22 +140,62 @@ def gguf_config(file: GGUFFile, rope_factors: tuple[float, ...] = ()) -> dict[st
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
     }
+    _check_rotated(found, config["head_dim"])
+    if file.architecture == "llama":
+        config["mlp_bias"] = "blk.0.ffn_down.bias" in file.tensors
     config |= _rope_scaling(found, rope_factors)
     if file.architecture == "gemma3":
         config |= _gemma3_settings(found, config)
     return config
 
 
+def _refuse(found: _Metadata) -> None:
+    """Raise UnsupportedArchitecture for a setting that isn't computed, a tensor that isn't known, or a part of a
+    file."""
+    file = found.file
+    if file.metadata.get("split.count", 1) not in (0, 1):
+        raise UnsupportedArchitecture(f"{file.path} is one of several parts (split.count); merge them into one file")
+    gemma = file.architecture == "gemma3"
+    neutral = _NEUTRAL if gemma else {**_NEUTRAL, **dict.fromkeys(_GEMMA3_ONLY, (0, 0.0))}
+    for key, values in neutral.items():
+        if found.has(key) and found.get(key) not in values:
+            raise UnsupportedArchitecture(
+                f"{file.path}: {file.architecture}.{key} = {found.get(key)!r} is not supported; choose another model"
+            )
+    for name in file.tensors:
+        if name != ROPE_FACTORS and _new_name(name, file) is None:
+            raise UnsupportedArchitecture(
+                f"{file.path}: tensor {name!r} has no part in {file.architecture} here; choose another model"
+            )
+
+
+def _check_rotated(found: _Metadata, head_dim: int) -> None:
+    rotated = found.size("rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        raise UnsupportedArchitecture(
+            f"{found.file.path}: a rotation of {rotated} of {head_dim} dimensions (rope.dimension_count) is not "
+            "supported; choose another model"
+        )
+
+
 def _rope_scaling(found: _Metadata, factors: tuple[float, ...]) -> dict[str, Any]:
+    kind = found.get("rope.scaling.type", "linear" if found.has("rope.scaling.factor") else "none")
+    stretched = kind != "none" and found.get("rope.scaling.factor", 0.0) not in (0.0, 1.0)
+    if factors and stretched:
+        raise UnsupportedArchitecture(
+            f"{found.file.path}: {ROPE_FACTORS} beside rope.scaling.factor is not supported; choose another model"
+        )
     if factors:
         return {"rope_scaling": {"rope_type": "factors", "factors": list(factors)}}
-    kind = found.get("rope.scaling.type", "none")
     if kind == "none":
         return {}
     scaling = {"rope_type": kind, "factor": found.get("rope.scaling.factor")}
     if kind == "yarn":
         original = found.size("rope.scaling.original_context_length", found.size("context_length"))
         scaling["original_max_position_embeddings"] = original
+        for side in ("beta_fast", "beta_slow"):
+            if found.has(f"rope.scaling.yarn_{side}"):
+                scaling[side] = found.get(f"rope.scaling.yarn_{side}")
     return {"rope_scaling": scaling}
 
 
@@ -140,11 +209,11 @@ def _gemma3_settings(found: _Metadata, config: Mapping[str, Any]) -> dict[str, A
         "rope_theta": found.get("rope.freq_base", 1_000_000.0),
         "rope_local_base_freq": found.get("rope.freq_base_swa", 10_000.0),
     }
+    if found.has("final_logit_softcapping"):
+        settings["final_logit_softcapping"] = found.get("final_logit_softcapping")
     if isinstance(pattern, list):
         kinds = ["sliding_attention" if sliding else "full_attention" for sliding in pattern]
         return settings | {"layer_types": kinds}
-    if found.has("final_logit_softcapping"):
-        settings["final_logit_softcapping"] = found.get("final_logit_softcapping")
     return settings | {"sliding_window_pattern": pattern}
 
 
@@ -157,23 +226,29 @@ class Renamed:
 
 
 def rename_tensor(name: str, file: GGUFFile, config: Mapping[str, Any]) -> Renamed | None:
-    """None for a tensor that isn't part of the model (such as rope factors)."""
+    """None for a tensor that isn't part of the model (such as rope factors). What turns the values raises
+    CheckpointBroken where they don't fit the configuration."""
+    full = _new_name(name, file)
+    if full is None:
+        return None
+    base = name.rpartition(".")[0].rpartition(".")[2]
+    if file.architecture == "gemma3" and base.endswith("norm"):
+        return Renamed(full, _minus_one)
+    if file.architecture == "llama" and base in ("attn_q", "attn_k"):
+        heads = config["num_attention_heads" if base == "attn_q" else "num_key_value_heads"]
+        return Renamed(full, lambda values: _unpair(values, heads, f"{file.path}: tensor {name!r}"))
+    return Renamed(full, _as_is)
+
+
+def _new_name(name: str, file: GGUFFile) -> str | None:
     base, _, kind = name.rpartition(".")
-    gemma = file.architecture == "gemma3"
     if base in _GLOBAL_NAMES:
-        minus_one = gemma and base == "output_norm"
-        return Renamed(f"{_GLOBAL_NAMES[base]}.{kind}", _minus_one if minus_one else _as_is)
+        return f"{_GLOBAL_NAMES[base]}.{kind}"
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)", base)
-    names = _LAYER_NAMES | (_GEMMA_NORMS if gemma else _PLAIN_NORMS)
+    names = _LAYER_NAMES | (_GEMMA_NORMS if file.architecture == "gemma3" else _PLAIN_NORMS)
     if match is None or match[2] not in names:
         return None
-    full = f"model.layers.{match[1]}.{names[match[2]]}.{kind}"
-    if gemma and match[2].endswith("norm"):
-        return Renamed(full, _minus_one)
-    if file.architecture == "llama" and match[2] in ("attn_q", "attn_k"):
-        heads = config["num_attention_heads" if match[2] == "attn_q" else "num_key_value_heads"]
-        return Renamed(full, lambda values: _unpair(values, heads))
-    return Renamed(full, _as_is)
+    return f"model.layers.{match[1]}.{names[match[2]]}.{kind}"
 
 
 def _as_is(values: Array) -> Array:
@@ -184,7 +259,9 @@ def _minus_one(values: Array) -> Array:
     return values - 1
 
 
-def _unpair(values: Array, heads: int) -> Array:
+def _unpair(values: Array, heads: int, what: str) -> Array:
     """GGUF's Llama rotates neighbours (2i, 2i + 1), the families here rotate (i, i + dim / 2)."""
+    if values.shape[0] % (2 * heads):
+        raise CheckpointBroken(f"{what} has {values.shape[0]} rows, not {heads} heads; download the file again")
     paired = values.reshape(heads, -1, 2, *values.shape[1:])
     return np.ascontiguousarray(np.swapaxes(paired, 1, 2)).reshape(values.shape)

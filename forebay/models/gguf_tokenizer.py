@@ -56,7 +56,7 @@ class _Vocabulary:
     def token(self, key: str) -> str | None:
         """The text of the token that an entry such as bos_token_id names."""
         index = self.entry(key)
-        return self.tokens[index] if isinstance(index, int) and index < len(self.tokens) else None
+        return self.tokens[index] if isinstance(index, int) and 0 <= index < len(self.tokens) else None
 
 
 def write_tokenizer(file: GGUFFile, directory: Path) -> None:

@@ -9,7 +9,7 @@ from forebay.kernels.moe import Routing
 from forebay.models.base import CausalLM, ModelInfo
 from forebay.models.config import Config
 from forebay.models.layers import Layer
-from forebay.models.moe import sparse_mlp
+from forebay.models.moe import refuse_other_routers, sparse_mlp
 from forebay.models.rope_config import read_rope
 from forebay.models.standard import (
     AttentionShape,
@@ -27,6 +27,7 @@ def read_shape(config: Config) -> AttentionShape:
     """From a configuration of type glm4_moe."""
     sizes = read_heads(config)
     refuse_settings(config)
+    refuse_other_routers(config)
     return AttentionShape(
         hidden=sizes.hidden,
         heads=sizes.heads,

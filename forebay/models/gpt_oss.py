@@ -8,12 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
-from forebay.kernels.experts import Activation
+from forebay.kernels.experts import Activation, Stack
+from forebay.kernels.formats import MX_GROUP
 from forebay.kernels.moe import Routing
 from forebay.models.base import CausalLM, KVGroup, ModelInfo
 from forebay.models.config import Config
-from forebay.models.expert_weights import StackedProjection, stacked, stacks
+from forebay.models.expert_weights import StackedProjection, clear, stacked, stacks, widened
 from forebay.models.experts import Experts, ExpertShare, PackedExperts, StackedExperts, expert_share
 from forebay.models.layers import Layer, Linear
 from forebay.models.moe import MLP, MoE, Router, check_routing
@@ -33,6 +35,9 @@ from forebay.models.standard import (
 )
 from forebay.models.weights import Weights
 
+_ONE = 127
+"""A scale of one in MXFP4."""
+
 
 @dataclass(frozen=True, slots=True)
 class GptOssShape:
@@ -46,7 +51,7 @@ class GptOssShape:
 def read_shape(config: Config) -> GptOssShape:
     """From a configuration of type gpt_oss."""
     sizes = read_heads(config, head_dim=64)
-    refuse_settings(config)
+    refuse_settings(config, computed=("sliding_window", "layer_types"))
     bias = config.flag("attention_bias", True)
     attention = AttentionShape(
         hidden=sizes.hidden,
@@ -117,8 +122,8 @@ def _experts(
     added = ups.bias(mine.ids, both), downs.bias(mine.ids, hidden)
     if len(columns) < downs.into and weights.ranks.rank:  # the first rank's part of the sum has the bias
         added[1].zero_()
-    if ups.packed and len(columns) == downs.into and stacks(weights, torch.uint8):
-        return StackedExperts(ups.codes(mine.ids, added[0]), downs.codes(mine.ids, added[1]), act)
+    if ups.packed and columns and stacks(weights, torch.uint8):
+        return StackedExperts(*_packed_stacks(ups, downs, mine, added), act)
     pairs = zip(
         ups.matrices(mine.ids, both, range(ups.into)), downs.matrices(mine.ids, hidden, columns), strict=True
     )
@@ -126,3 +131,18 @@ def _experts(
         return StackedExperts(*stacked(pairs, added), act)
     biased = zip(pairs, *added, strict=True)
     return PackedExperts([(Linear(up, a.clone()), Linear(down, b.clone())) for (up, down), a, b in biased], act)
+
+
+def _packed_stacks(
+    ups: StackedProjection, downs: StackedProjection, mine: ExpertShare, added: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[Stack, Stack]:
+    """Experts as they are stored in MXFP4. A part of the columns is widened to whole groups: of the first projection by
+    rows of zeros, so that it doesn't matter what the second one has there."""
+    columns, wide = mine.columns, widened(mine.columns, MX_GROUP)
+    both, part = (range(2 * r.start, 2 * r.stop) for r in (wide, columns))
+    values, scales = ups.codes(mine.ids, both, range(ups.into))
+    clear(values, 1, part, both)
+    clear(scales, 1, part, both, _ONE)
+    bias = F.pad(added[0], (part.start - both.start, both.stop - part.stop))
+    down = downs.codes(mine.ids, range(downs.out), wide)
+    return Stack(values, "mxfp4", scales, bias), Stack(down[0], "mxfp4", down[1], added[1])

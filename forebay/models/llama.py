@@ -25,7 +25,8 @@ from forebay.models.weights import Weights
 def read_shape(config: Config) -> AttentionShape:
     """From a configuration of type llama, qwen2 or qwen3."""
     family, sizes = config.text("model_type"), read_heads(config)
-    refuse_settings(config, use_sliding_window=False)
+    windowed = () if family == "llama" else ("sliding_window",)  # which Qwen's have, without using it
+    refuse_settings(config, computed=windowed, use_sliding_window=False)
     bias = config.flag("attention_bias", family == "qwen2")
     return AttentionShape(
         hidden=sizes.hidden,

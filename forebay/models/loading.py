@@ -84,6 +84,7 @@ def load_model(
     )
     with torch.inference_mode():
         model = family.build(text, weights)
+    weights.refuse_leftovers(info)
     model.info, model.narrow_kv = info, kv_dtype
     return model
 

@@ -29,6 +29,11 @@ def read_shape(config: Config) -> AttentionShape:
     refuse_settings(config, use_qk_norm=True, use_routing_bias=True)
     if config.text("scoring_func", "sigmoid") != "sigmoid" or config.count("shared_intermediate_size", 0):
         raise config.unsupported("scoring_func other than sigmoid and shared experts are not supported in this family")
+    kinds = config.get("attn_type_list", [])
+    if not isinstance(kinds, list) or any(kind != 1 for kind in kinds):
+        raise config.unsupported("attn_type_list other than 1 (linear attention) is not supported in this family")
+    if config.text("qk_norm_type", "per_layer") != "per_layer":
+        raise config.unsupported(f"qk_norm_type {config.get('qk_norm_type')!r} is not supported in this family")
     rotated = config.size("rotary_dim", sizes.head_dim)
     return AttentionShape(
         hidden=sizes.hidden,

@@ -16,6 +16,7 @@ from forebay.models.base import CausalLM, KVGroup, ModelInfo, Sparsity
 from forebay.models.block_sparse import BlockSparseAttention, HeadParts
 from forebay.models.clamped import clamped_experts, clamped_mlp
 from forebay.models.config import INDEX_KEYS, Config
+from forebay.models.foreign import refuse_foreign
 from forebay.models.layers import Attention, Decoder, Layer, Mixer, PreNormLayer, RMSNorm
 from forebay.models.moe import MLP, MoE, Router, check_routing
 from forebay.models.ranks import held_group
@@ -43,6 +44,7 @@ class M3Shape:
 def read_shape(config: Config) -> M3Shape:
     """From a configuration of type minimax_m3_vl_text. Published ones name things otherwise than transformers does."""
     sizes, index = read_heads(config, head_dim=128), config.section("sparse_attention_config")
+    refuse_foreign(config, ("layer_types",))
     if config.text("hidden_act", "silu") not in ("silu", "swigluoai"):
         raise config.unsupported(f"activation {config.get('hidden_act')!r} is not supported")
     rotated = min(config.size("rotary_dim", 64), sizes.head_dim)

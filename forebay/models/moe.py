@@ -64,6 +64,12 @@ class MoE:
         return route(logits, router.routing, router.choice_bias)
 
 
+def refuse_other_routers(config: Config) -> None:
+    """Raise UnsupportedArchitecture for a router other than sigmoid with a bias for the choice."""
+    if config.text("scoring_func", "sigmoid") != "sigmoid" or config.text("topk_method", "noaux_tc") != "noaux_tc":
+        raise config.unsupported("a router other than sigmoid with noaux_tc is not supported in this family")
+
+
 def check_routing(config: Config, routing: Routing, experts: int) -> Routing:
     """`routing` itself, if so many experts can be routed so. Raises CheckpointBroken."""
     of_group = experts // routing.groups
@@ -83,11 +89,13 @@ def gated_moe(weights: Weights, router: Router, where: GatedExperts) -> MoE:
 
 
 def sparse_mlp(
-    config: Config, weights: Weights, index: int, routing: Routing, *, dense_layers: int, bias: bool = False
-) -> MLP:
+    config: Config, weights: Weights, index: int, routing: Routing, *, dense_layers: int, shared: int = 1,
+    bias: bool = False,
+) -> MLP:  # fmt: skip
     """Layer `index`'s MLP as DeepSeek and GLM have it: the first layers dense, then routed and shared experts.
 
-    `dense_layers` is the family's default of how many are dense; `bias` is of dense and shared ones. With a sigmoid
+    `dense_layers` and `shared` are the family's defaults of how many are dense, and how many experts every token goes
+    to; `bias` is of dense and shared ones. With a sigmoid
     router there is a bias for the choice.
     """
     at, hidden = f"layers.{index}.mlp", config.size("hidden_size")
@@ -102,6 +110,6 @@ def sparse_mlp(
     )
     where = GatedExperts(
         f"{at}.experts", experts, hidden, ffn,
-        shared_at=f"{at}.shared_experts", shared=config.count("n_shared_experts", 0), shared_bias=bias,
+        shared_at=f"{at}.shared_experts", shared=config.count("n_shared_experts", shared), shared_bias=bias,
     )  # fmt: skip
     return gated_moe(weights, router, where)

@@ -25,7 +25,7 @@ from forebay.models.weights import Weights
 def read_shape(config: Config) -> AttentionShape:
     """From a configuration of type qwen3_moe."""
     sizes = read_heads(config)
-    refuse_settings(config, use_sliding_window=False)
+    refuse_settings(config, computed=("sliding_window",), use_sliding_window=False)
     bias = config.flag("attention_bias", False)
     return AttentionShape(
         hidden=sizes.hidden,

@@ -51,7 +51,10 @@ FAMILIES = {
 def text_config(config: Config) -> Config:
     """The part of a multimodal configuration that describes the language model; else `config` itself."""
     nested = config.section("text_config")
-    return nested if "model_type" in nested else config
+    if "model_type" not in nested:
+        return config
+    tied = config.get("tie_word_embeddings")  # of the whole model, which has the head
+    return nested if tied is None else nested.having(tie_word_embeddings=tied)
 
 
 def find_family(config: Config) -> Family:

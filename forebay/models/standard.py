@@ -5,16 +5,18 @@ A family's file says what its configuration means and which of these parts it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from forebay.errors import ConfigError
 from forebay.models.base import KVGroup, ModelInfo, RopeValue, Sparsity
 from forebay.models.config import Config
 from forebay.models.context import context_of, query_heads
+from forebay.models.foreign import refuse_foreign
 from forebay.models.kv_scales import read_kv_scales
 from forebay.models.layers import (
     Attention,
@@ -83,8 +85,12 @@ def read_kinds(config: Config, default: Sequence[str]) -> tuple[str, ...]:
     return tuple(kinds)
 
 
-def refuse_settings(config: Config, *, act: str = "silu", **refused: bool) -> None:
-    """Raise UnsupportedArchitecture for another activation than `act`, and for flags that are not as given here."""
+def refuse_settings(
+    config: Config, *, act: str = "silu", computed: Collection[str] = (), kind: str = FULL, **refused: bool
+) -> None:
+    """Raise UnsupportedArchitecture for another activation than `act`, for flags that are not as given here, and for
+    settings of other models (`foreign.py`) that aren't `computed`, or layers that aren't of this `kind`."""
+    refuse_foreign(config, computed, kind)
     if config.text("hidden_act", act) != act:
         raise config.unsupported(f"activation {config.get('hidden_act')!r} is not supported")
     for name, wanted in refused.items():
@@ -195,11 +201,13 @@ class Vocabulary:
 
 
 def build_vocabulary(weights: Weights, vocab: int, hidden: int, *, tied: bool) -> Vocabulary:
-    """The head is the embedding if they are `tied`, or if there is no other."""
+    """The head is the embedding if they are `tied`, unless the checkpoint has another one all the same."""
     mine = vocabulary_share(vocab, weights.ranks)
     embedding = weights.take("embed_tokens.weight", vocab, hidden, cut={0: mine})
-    tied = tied or "lm_head.weight" not in weights
-    head = embedding if tied else weights.take("lm_head.weight", vocab, hidden, cut={0: mine})
+    head = embedding
+    if not tied or "lm_head.weight" in weights:
+        head = weights.take("lm_head.weight", vocab, hidden, cut={0: mine})
+        head = embedding if tied and torch.equal(head, embedding) else head
     return Vocabulary(Embedding(embedding, mine, weights.ranks), Linear(head))
 
 

@@ -5,6 +5,7 @@ A rank that has only a part of a tensor reads only that part.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from forebay.models.base import ModelInfo
 from forebay.models.errors import CheckpointBroken, ModelNotFound, UnsupportedArchitecture
 from forebay.models.json_file import read_json
 from forebay.models.layers import Linear, SummedLinear, accumulate_dtype
@@ -31,18 +33,36 @@ Cut = Mapping[int, range]
 
 WHOLE: Cut = {}
 
+_PART = re.compile(r"(layers\.(?P<layer>\d+)|norm|lm_head|embed_tokens)\.")
+"""What a model is made of."""
+
+_NO_PART = re.compile(r"rotary_emb\.|(input|[qkv]|kv)_scale$")
+"""What is derived from other numbers, and scales for a narrower computation than this one."""
+
+_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+_INDEX = re.compile(r"\.indexer\.")
+"""A layer that takes another one's choice may have an index all the same."""
+
+
+def read_index(directory: Path) -> dict[str, str]:
+    """Which file of a checkpoint has which tensor, as its index says; empty without an index. Raises
+    CheckpointBroken."""
+    index = directory / INDEX_FILE
+    if not index.exists():
+        return {}
+    named = read_json(index).get("weight_map")
+    if not isinstance(named, dict) or not named or not all(isinstance(n, str) for n in named.values()):
+        raise CheckpointBroken(f"{index} has no weight_map; restore it from the model's source")
+    if any("/" in name or name.startswith(".") for name in named.values()):
+        raise CheckpointBroken(f"{index} names files outside its directory")
+    return named
+
 
 def weight_files(directory: Path) -> list[Path]:
     """The safetensors files of a checkpoint, sorted. Raises ModelNotFound or CheckpointBroken."""
-    index = directory / INDEX_FILE
-    if index.exists():
-        named = read_json(index).get("weight_map")
-        if not isinstance(named, dict) or not all(isinstance(n, str) for n in named.values()):
-            raise CheckpointBroken(f"{index} has no weight_map; restore it from the model's source")
-        names = sorted(set(named.values()))
-        if any("/" in name or name.startswith(".") for name in names):
-            raise CheckpointBroken(f"{index} names files outside its directory")
-    else:
+    names = sorted(set(read_index(directory).values()))
+    if not names:
         names = [SINGLE_FILE] if (directory / SINGLE_FILE).exists() else []
         names = names or sorted(path.name for path in directory.glob("*.safetensors"))
     if not names:
@@ -129,11 +149,8 @@ class Weights:
         self._progress = progress
         self._taken = 0
         self._reader = _Reader()
-        self._files: dict[str, tuple[Path, str]] = {}
-        for path in weight_files(directory):
-            with open_safetensors(path) as file:
-                for name in file.keys():  # noqa: SIM118 (not a mapping)
-                    self._files[_short_name(name)] = (path, name)
+        self._files = _find_tensors(directory)
+        self._asked: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -177,19 +194,23 @@ class Weights:
         scales = self._read(f"{name}_scale_inv", scale_shape(shape, block), blocks)
         return _within(unscale_fp8(values, scales, block), cut, wide)
 
-    def take_fp8(self, name: str, *shape: int) -> tuple[Tensor, Tensor]:
-        """The FP8 values [n, k] of a matrix and the fp32 scales of its blocks, as they are stored. Raises
-        CheckpointBroken."""
-        values = self._read(name, shape)
-        scales = self._read(f"{name}_scale_inv", scale_shape(shape, self.quantisation.block))  # type: ignore[arg-type]
+    def take_fp8(self, name: str, *shape: int, cut: Cut = WHOLE) -> tuple[Tensor, Tensor]:
+        """The FP8 values [n, k] of a matrix and the fp32 scales of its blocks, as they are stored, or what `cut`, which
+        begins with a block, leaves of them. Raises CheckpointBroken."""
+        block = self.quantisation.block
+        values = self._read(name, shape, cut)
+        blocks = {axis: _around(part, block[axis]) for axis, part in cut.items()}
+        scales = self._read(f"{name}_scale_inv", scale_shape(shape, block), blocks)  # type: ignore[arg-type]
         if values.dtype != torch.float8_e4m3fn:
             raise CheckpointBroken(f"{self.directory}: {name} isn't FP8 (e4m3), as config.json says")
         return values.to(device=self.device, copy=True), scales.to(device=self.device, dtype=torch.float32, copy=True)
 
     def take_codes(self, name: str, *shape: int, cut: Cut = WHOLE) -> tuple[Tensor, Tensor]:
         """Of the MXFP4 tensor [..., k] its codes uint8 [..., k / 2] and scales uint8 [..., k / 32], as they are stored,
-        or what `cut` leaves of the first axes. Raises CheckpointBroken."""
-        blocks, scales = self._read_mxfp4(name, shape, cut)
+        or what `cut` leaves of them, of k whole groups. Raises CheckpointBroken."""
+        last = len(shape) - 1
+        stored = {axis: _around(part, MX_GROUP) if axis == last else part for axis, part in cut.items()}
+        blocks, scales = self._read_mxfp4(name, shape, stored)
         return blocks.flatten(-2).to(device=self.device, copy=True), scales.to(device=self.device, copy=True)
 
     def take_mxfp4(self, name: str, *shape: int, cut: Cut = WHOLE) -> Tensor:
@@ -219,6 +240,7 @@ class Weights:
                 f"{self.directory} has no tensor {name!r}; the checkpoint is incomplete or of another "
                 "architecture than its config.json says"
             )
+        self._asked.add(name)
         path, full_name = self._files[name]
         cut = {axis: part for axis, part in cut.items() if part != range(shape[axis])}
         found = self._reader.shape(path, full_name)
@@ -232,6 +254,22 @@ class Weights:
         if self._progress is not None:
             self._progress("loading weights", self._taken, max(self._taken, len(self._files)))
         return tensor
+
+    def refuse_leftovers(self, info: ModelInfo) -> None:
+        """Once the model of these facts is built: raise UnsupportedArchitecture for a tensor of its layers, its last
+        norm or its ends that it hasn't taken. It would be computed with something less than the checkpoint has."""
+        dealt = self.ranks.experts != "inside"
+        for name in self._files.keys() - self._asked:
+            part, index = _PART.match(name), info.sparse is not None and _INDEX.search(name)
+            elsewhere = dealt and _ONE_EXPERT.search(name)
+            if part is None or int(part["layer"] or 0) >= info.num_layers:
+                continue
+            if not (_NO_PART.search(name) or index or elsewhere):
+                path, full_name = self._files[name]
+                raise UnsupportedArchitecture(
+                    f"{path}: tensor {full_name!r} has no part in {info.family} as config.json describes it; choose "
+                    "another model, or the config.json that belongs to these files"
+                )
 
     def exact(self, name: str, *shape: int, cut: Cut = WHOLE) -> Tensor:
         """Like `take`, in the dtype that norms are computed in."""
@@ -260,6 +298,7 @@ class Weights:
         left to be, if only a `partial` sum is wanted. The first rank's part has the bias."""
         weight = self.take(f"{name}.weight", out, into, cut={1: columns})
         added = self.take(f"{name}.bias", out) if bias and self.ranks.rank == 0 else None
+        self._asked |= {f"{name}.bias"} if bias else set()
         if partial or self.ranks.size == 1:
             return Linear(weight, added)
         return SummedLinear(weight, added, self.ranks)
@@ -275,6 +314,29 @@ def _within(tensor: Tensor, cut: Cut, wide: Cut) -> Tensor:
     for axis, part in cut.items():
         tensor = tensor.narrow(axis, part.start - wide[axis].start, len(part))
     return tensor
+
+
+def _find_tensors(directory: Path) -> dict[str, tuple[Path, str]]:
+    """By short name each tensor's file and full name. Where there is an index, it says in which file a tensor is."""
+    named, found = read_index(directory), dict[str, tuple[Path, str]]()
+    for path in weight_files(directory):
+        with open_safetensors(path) as file:
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                if named.get(name, path.name) != path.name:
+                    continue
+                twice = found.setdefault(_short_name(name), (path, name))
+                if twice != (path, name):
+                    raise CheckpointBroken(
+                        f"{path} has tensor {name!r}, which is {twice[1]!r} in {twice[0].name} already; keep the files "
+                        "of one checkpoint in a directory"
+                    )
+    lacking = [name for name in named if found.get(_short_name(name), (None, ""))[1] != name]
+    if lacking:
+        raise CheckpointBroken(
+            f"{directory / named[lacking[0]]} has no tensor {lacking[0]!r}, which its index says it has; download it "
+            "again"
+        )
+    return found
 
 
 def _short_name(name: str) -> str:

@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from forebay.models.errors import CheckpointBroken, ModelError, ModelNotFound, UnsupportedArchitecture
 from forebay.models.loading import load_model, read_info
 from tests import checkpoints
-from tests.parity.reference import Runner
+from tests.parity.reference import Runner, reference_logits
 
 CPU = torch.device("cpu")
 WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> object:
@@ -229,3 +230,83 @@ def test_an_index_reaches_no_other_directory(checkpoint: Path) -> None:
     (checkpoint / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointBroken, match="outside its directory"):
         load(checkpoint)
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    return checkpoints.tiny_llama(tmp_path / "model", shard_size="100KB")
+
+
+def test_a_tensor_that_only_the_index_has_is_named(sharded: Path) -> None:
+    """Such as the head: nothing else takes its place."""
+    index = json.loads((sharded / INDEX).read_text())
+    file = sharded / index["weight_map"]["lm_head.weight"]
+    tensors = load_file(file)
+    del tensors["lm_head.weight"]
+    save_file(tensors, file)
+    with pytest.raises(CheckpointBroken, match=rf"{file.name} has no tensor 'lm_head.weight'.*download it again"):
+        load(sharded)
+
+
+def test_the_index_says_which_of_two_copies_is_meant(sharded: Path) -> None:
+    wanted = Runner(load_model(sharded, dtype=torch.float32, device=CPU)).step({0: [5, 6, 7]})
+    index = json.loads((sharded / INDEX).read_text())
+    ours = index["weight_map"]["model.norm.weight"]
+    for other in {*index["weight_map"].values()} - {ours}:
+        save_file(load_file(sharded / other) | {"model.norm.weight": torch.zeros(64)}, sharded / other)
+    found = Runner(load_model(sharded, dtype=torch.float32, device=CPU)).step({0: [5, 6, 7]})
+    assert torch.equal(found, wanted)
+    (sharded / INDEX).unlink()
+    with pytest.raises(CheckpointBroken, match=r"'model\.norm\.weight'.* already"):
+        load(sharded)
+
+
+def test_two_names_for_one_tensor_are_refused(checkpoint: Path) -> None:
+    def twice(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["language_model.model.norm.weight"] = tensors["model.norm.weight"] * 2
+
+    edit_weights(checkpoint, twice)
+    with pytest.raises(CheckpointBroken, match="of one checkpoint"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.self_attn.q_proj.bias", "model.layers.0.self_attn.sinks", "lm_head.bias", "model.norm.bias",
+        "model.layers.2.self_attn.indexer.wk.weight", "model.layers.0.mlp.experts.0.up_proj.weight",
+    ],
+)  # fmt: skip
+def test_a_tensor_that_the_configuration_does_not_ask_for_is_named(name: str, checkpoint: Path) -> None:
+    edit_weights(checkpoint, lambda tensors: tensors.update({name: torch.ones(64)}))
+    with pytest.raises(UnsupportedArchitecture, match=f"tensor '{name}' has no part in qwen3"):
+        load(checkpoint)
+
+
+def test_what_is_not_of_the_model_may_be_there(checkpoint: Path) -> None:
+    """Layers that predict further tokens, towers for pictures, and what is computed anew."""
+    more = (
+        "model.layers.3.mlp.up_proj.weight", "vision_tower.layers.0.mlp.up_proj.weight", "mtp.norm.weight",
+        "model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.0.self_attn.k_scale",
+        "model.layers.1.mlp.up_proj.input_scale",
+    )  # fmt: skip
+    edit_weights(checkpoint, lambda tensors: tensors.update({name: torch.ones(2) for name in more}))
+    load(checkpoint)
+
+
+def test_a_head_of_its_own_must_be_there(checkpoint: Path) -> None:
+    edit_weights(checkpoint, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(CheckpointBroken, match=r"no tensor 'lm_head\.weight'"):
+        load(checkpoint)
+    edit_config(checkpoint, tie_word_embeddings=True)
+    load(checkpoint)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_tied_head_that_is_there_all_the_same_counts(alike: bool, checkpoint: Path) -> None:
+    """As it does for transformers."""
+    edit_config(checkpoint, tie_word_embeddings=True)
+    if alike:
+        edit_weights(checkpoint, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    found = Runner(load_model(checkpoint, dtype=torch.float32, device=CPU)).step({0: [5, 6, 7]})
+    torch.testing.assert_close(found, reference_logits(checkpoint, [5, 6, 7], torch.float32), rtol=0, atol=1e-4)
