@@ -10,6 +10,7 @@ import torch
 
 from forebay.kernels.gpu import library
 from forebay.kernels.measure.parity import CHECKS, Place, Wrong
+from forebay.kernels.measure.peers import beside
 from forebay.kernels.measure.timing import Ceilings, DeviceTimer, Timer, ceilings
 from forebay.kernels.measure.work import Scale, Work, works
 from forebay.kernels.tuning.tables import sizes_for
@@ -59,3 +60,9 @@ def measured(found: list[Work], architecture: str, limits: Ceilings, timer: Time
         unit, name = UNITS[work.limit]
         wanted = f"{work.target:.0%} {'met' if share >= work.target else 'not met'}"
         yield f"{work.name:34} {rate / unit:8.1f} {name:8} {share:6.1%} of {work.limit}; {wanted}; {sizes}"
+        if work.paged is None:
+            continue
+        for peer, seconds, why in beside(work.paged(sizes), timer):
+            other = 0.0 if seconds is None else work.amount / seconds
+            said = f"{other / unit:8.1f} {name:8} ours {rate / other:6.1%} of it" if seconds else f"{'-':>8} {why}"
+            yield f"  {peer:32} {said}"

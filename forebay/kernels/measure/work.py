@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from forebay.kernels.experts import Stack
 from forebay.kernels.gpu import attend, experts, latent, move, route
 from forebay.kernels.gpu.attend import Tiling
 from forebay.kernels.gpu.experts import Sizes
 from forebay.kernels.measure.parity import Place
+from forebay.kernels.measure.peers import Paged
 from forebay.kernels.moving import Pattern
 from forebay.kernels.paged import Scores
 from forebay.kernels.ragged import Ragged, ragged
@@ -24,7 +26,8 @@ Limit = Literal["copy", "link", "product"]
 class Work:
     """An operation: `run` queues it with given sizes (None: there are none to choose). `amount` is the bytes that it
     must move, or its FLOP; `limit` says which, and against which of the device's ceilings. `shape` is what a tuning
-    table's limits are about. `target` is the share of the ceiling that is wanted."""
+    table's limits are about. `target` is the share of the ceiling that is wanted. `paged`, of attention, is what other
+    packages can be given, too; its result with given sizes."""
 
     name: str
     operation: str | None
@@ -34,6 +37,7 @@ class Work:
     limit: Limit
     target: float
     kind: type | None = None
+    paged: Callable[[Any], Paged] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +75,14 @@ def _decode(place: Place, scale: Scale) -> Work:
     q = torch.empty(scale.sequences, heads, dim, dtype=place.dtype, device=place.device).normal_()
     amount = 2 * scale.sequences * scale.context * scale.kv_heads * dim * pool.element_size()
 
-    def run(tiling: Tiling) -> object:
-        return attend.attend(q, pool, 0, where, Scores(dim**-0.5), tiling)
+    def run(tiling: Tiling) -> Tensor:
+        return attend.attend(q, pool, 0, where, Scores(dim**-0.5), tiling).out
+
+    def paged(tiling: Tiling) -> Paged:
+        return Paged(q, pool, where, lambda: run(tiling))
 
     shape, name = {"dim": dim, "context": scale.context}, f"decode, {scale.sequences} x {scale.context}"
-    return Work(name, "attend.decode", shape, run, amount, "copy", 0.8, Tiling)
+    return Work(name, "attend.decode", shape, run, amount, "copy", 0.8, Tiling, paged)
 
 
 def _prefill(place: Place, scale: Scale) -> Work:
@@ -85,12 +92,15 @@ def _prefill(place: Place, scale: Scale) -> Work:
     pool.normal_()
     q = torch.empty(rows, heads, dim, dtype=place.dtype, device=place.device).normal_()
 
-    def run(tiling: Tiling) -> object:
-        return attend.attend(q, pool, 0, where, Scores(dim**-0.5), tiling)
+    def run(tiling: Tiling) -> Tensor:
+        return attend.attend(q, pool, 0, where, Scores(dim**-0.5), tiling).out
+
+    def paged(tiling: Tiling) -> Paged:
+        return Paged(q, pool, where, lambda: run(tiling))
 
     shape = {"dim": dim, "context": rows}
     amount = 2 * heads * dim * rows * rows  # two products, of which causality leaves half
-    return Work(f"prefill, {rows}", "attend.prefill", shape, run, amount, "product", 0.45, Tiling)
+    return Work(f"prefill, {rows}", "attend.prefill", shape, run, amount, "product", 0.45, Tiling, paged)
 
 
 def _latent(place: Place, scale: Scale) -> Work:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,7 @@ from forebay.errors import ResourceError
 from forebay.kernels.dispatch import CAPABILITIES
 from forebay.kernels.gpu.attend import Tiling
 from forebay.kernels.gpu.experts import Sizes
-from forebay.kernels.measure import bench, parity, tune
+from forebay.kernels.measure import bench, parity, peers, tune
 from forebay.kernels.measure.parity import CHECKS, Place, Wrong
 from forebay.kernels.measure.timing import Ceilings, ceilings
 from forebay.kernels.measure.work import Scale, Work, works
@@ -63,6 +64,52 @@ def test_rates_are_told_beside_their_ceilings() -> None:
     assert "83.3% of copy; 80% met" in lines[0]
     lines = list(bench.measured([decode], "generic", limits, Clock(2e-6)))
     assert "50.0% of copy; 80% not met" in lines[0]
+
+
+def small_decode() -> peers.Paged:
+    (decode, *_) = works(HERE, Scale(sequences=3, context=37, prefill=32, kv_heads=2, experts=8, hidden=64, granules=2))
+    assert decode.paged is not None
+    return decode.paged(Tiling(16, 32))
+
+
+def test_other_packages_get_the_same_keys_and_values() -> None:
+    """By pages, and side by side: plain attention over either gives what ours gives."""
+    paged = small_decode()
+    pages, (keys, values) = peers.pages_of(paged.where), peers.side_by_side(paged)
+    starts, last = pages.starts.tolist(), pages.last.tolist()
+    wanted = paged.ours()
+    for i in range(3):
+        rows = paged.pool[pages.indices[starts[i] : starts[i + 1]].long(), 0]
+        of_pages = rows.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, : 16 * (len(rows) - 1) + last[i]]
+        assert torch.equal(of_pages, torch.stack((keys[i], values[i])))
+        k, v = (side[None].transpose(1, 2) for side in of_pages)
+        found = torch.nn.functional.scaled_dot_product_attention(paged.q[i, :, None][None], k, v, enable_gqa=True)
+        torch.testing.assert_close(found[0, :, 0], wanted[i], rtol=0, atol=2e-5)
+
+
+def test_a_package_that_is_absent_fails_or_gives_something_else_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    paged = small_decode()
+
+    def fail(*_: object) -> peers.Run:
+        raise RuntimeError("no kernel for this device")
+
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    others = {"Same": ("math", lambda *_: paged.ours), "Other": ("math", lambda *_: lambda: paged.ours() + 1.0)}
+    monkeypatch.setattr(peers, "PEERS", {"FlashInfer": peers.PEERS["FlashInfer"], "Broken": ("math", fail), **others})
+    found = list(peers.beside(paged, Clock(0.5)))
+    assert [seconds for _, seconds, _ in found] == [None, None, 0.5, None]
+    assert [why for _, _, why in found] == [
+        "not installed", "RuntimeError: no kernel for this device", "off by 0", "off by 1",
+    ]  # fmt: skip
+
+
+def test_a_packages_rate_is_told_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = works(HERE, TINY)[0]
+    monkeypatch.setattr(bench, "sizes_for", lambda *_, **__: Tiling(16, 32))
+    monkeypatch.setattr(bench, "beside", lambda *_: iter([("FlashInfer", 1.6e-6, ""), ("Other", None, "off by 1")]))
+    limits = Ceilings(copy=decode.amount / 1e-6, link=1e9, product=1e12)
+    lines = list(bench.measured([decode], "generic", limits, Clock(2e-6)))
+    assert "ours  80.0% of it" in lines[1] and "off by 1" in lines[2]
 
 
 def test_all_work_runs_with_shipped_sizes() -> None:
