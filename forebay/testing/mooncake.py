@@ -64,9 +64,12 @@ class Master:
                 route_to(self.address)
                 return self
             except TierUnavailable:
-                assert self.process.poll() is None, (self._folder / "mooncake_master.log").read_text(errors="replace")
-                assert time.monotonic() < end, f"mooncake_master didn't start in {START_S} s"
-                time.sleep(0.02)
+                if self.process.poll() is None and time.monotonic() < end:
+                    time.sleep(0.02)
+                    continue
+                self.kill()
+                told = (self._folder / "mooncake_master.log").read_text(errors="replace")
+                raise AssertionError(f"mooncake_master didn't start in {START_S} s: {told[-3000:]}") from None
 
     def kill(self) -> None:
         """SIGKILL."""

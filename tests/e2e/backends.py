@@ -136,7 +136,9 @@ class Pooled(Backend):
     def open(self) -> None:
         if why := mooncake.why_not():
             pytest.skip(why)
-        self.master = mooncake.Master(self.folder).start()
+        # A host that isn't heard of for so long is dead to the master, and what it lends is forgotten: a busy machine
+        # may keep a sound one quiet for seconds.
+        self.master = mooncake.Master(self.folder, client_ttl_s=60).start()
         self.member = mooncake.Member(self.master, 128 << 20)
 
     def tiers(self, store: str) -> str:
