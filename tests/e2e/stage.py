@@ -75,11 +75,13 @@ def write_script(model: Path) -> Script:
 
 @dataclass
 class Stage:
-    """Everything that runs, and what is asked. `ranks` is the workers' tensor parallel size."""
+    """Everything that runs, and what is asked. `ranks` is the workers' tensor parallel size, of which `sharing` at a
+    time share out positions."""
 
     cluster: Cluster
     script: Script
     ranks: int
+    sharing: int
     peer: Peer
     salt: str = ""
     backends: dict[str, Backend] = field(default_factory=dict)
@@ -88,11 +90,11 @@ class Stage:
     # --- up and down -----------------------------------------------------------------------------------
 
     @classmethod
-    def build(cls, folder: Path, ranks: int) -> Stage:
+    def build(cls, folder: Path, ranks: int, sharing: int = 1) -> Stage:
         """Start what all sources share; the store comes with `play`."""
         tiny_windowed(folder / "model")
         cluster = Cluster(folder, folder / "model", chunk_tokens=CHUNK, module=Pace(folder / "pace").module)
-        return cls(cluster, write_script(folder / "model"), ranks, Peer(folder / "peer"))
+        return cls(cluster, write_script(folder / "model"), ranks, sharing, Peer(folder / "peer"))
 
     def play(self, source: str) -> None:
         """Start the store over a source, have every prompt computed and stored, and leave it in that source alone."""
@@ -144,7 +146,7 @@ class Stage:
 
     def start_worker(self, name: str) -> None:
         """A worker; the front end finds it by itself. Prefixes are loaded as a whole, so that paths can be counted."""
-        more = ("--tensor-parallel-size", str(self.ranks)) if self.ranks > 1 else ()
+        more = ("--tensor-parallel-size", str(self.ranks), "--decode-context-parallel-size", str(self.sharing))
         self.cluster.start_worker(
             name, extra=("--threads", "1", "--max-tokens", str(DEVICE_TOKENS), "--prefixes", "load", *more)
         )

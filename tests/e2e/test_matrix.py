@@ -5,7 +5,8 @@
 Real processes, started by the public commands; answers are compared with transformers' in fp64, token for token; a cell
 fails if counters don't say that the prefix came from where it should, so that a silent recompute is found.
 
-    FOREBAY_MATRIX_RANKS=1,2 pytest tests/e2e/test_matrix.py      the long form: also workers of two ranks
+    FOREBAY_MATRIX_RANKS=1,2,2/2 pytest tests/e2e/test_matrix.py      the long form: also workers of two ranks, and of
+                                                                      two that share out positions
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import pytest
 from forebay.testing.cluster import wait_for
 from tests.e2e.stage import CHUNK, CROWD_LONG, FRONT, SHORT, SOURCES, TIERS, WORKERS, Asked, Stage
 
-RANKS = [int(word) for word in os.environ.get("FOREBAY_MATRIX_RANKS", "1").split(",")]
+RANKS = os.environ.get("FOREBAY_MATRIX_RANKS", "1").split(",")
 
 
-@pytest.fixture(scope="module", params=RANKS, ids=lambda ranks: f"tp{ranks}")
+@pytest.fixture(scope="module", params=RANKS, ids=lambda ranks: f"tp{ranks.replace('/', '-dcp')}")
 def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    made = Stage.build(tmp_path_factory.mktemp("stage"), request.param)
+    made = Stage.build(tmp_path_factory.mktemp("stage"), *map(int, request.param.split("/")))
     yield made
     made.close()
 

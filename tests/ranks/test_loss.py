@@ -50,17 +50,17 @@ class Front:
         return Cluster.body(prompt, length, **more)
 
 
-def over_a_killed_rank(serving: Serving, wanted: list[int]) -> tuple[int, int]:
-    """Kill the second of two ranks in the middle of a stream, which must go on to its end; the process ids of the
+def over_a_killed_rank(serving: Serving, wanted: list[int], number: int = signal.SIGKILL) -> tuple[int, int]:
+    """Kill, or stop, the last rank in the middle of a stream, which must go on to its end; the process ids of the
     worker that was, of which nothing is left, and of its successor."""
     worker = serving.pids()["worker"]
-    (rank,) = children(worker)
+    *_, rank = ranks = children(worker)
     stream = Stream(Front(serving), "front", PROMPT, LENGTH)  # type: ignore[arg-type]
     stream.reach(KILL_AT)
-    os.kill(rank, signal.SIGKILL)
+    os.kill(rank, number)
     seen = len(stream.ids)
     assert stream.done() == wanted and seen < LENGTH, "no token is missing, repeated or another"
-    wait_gone([worker, rank])
+    wait_gone([worker, *ranks])
     return worker, serving.pids()["worker"]
 
 

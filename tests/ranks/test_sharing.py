@@ -7,6 +7,7 @@ every shape go on with each other's chunks, from every tier.
 from __future__ import annotations
 
 import os
+import signal
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,14 +16,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from forebay.models.traffic import KINDS
 from forebay.testing.cluster import wait_for
 from tests import checkpoints
 from tests.e2e.expected import PrefixOracle
 from tests.e2e.reference import greedy_reference
-from tests.ranks.conftest import Crowd
-from tests.ranks.test_workers import Case, figures
+from tests.ranks.conftest import CHUNK, Crowd, Worker, children
+from tests.ranks.test_workers import Case, figures, stored
 from tests.workers.processes import start_store, store_values
 
 LONG = bool(os.environ.get("FOREBAY_CONTEXT_RANKS"))
@@ -58,27 +60,32 @@ class Family:
 ONE = (1, LOAD)
 LLAMA1 = partial(checkpoints.tiny_llama, num_key_value_heads=1)
 EIGHT = partial(checkpoints.tiny_llama, num_key_value_heads=1, num_attention_heads=8, hidden_size=96)
+EIGHT2 = partial(checkpoints.tiny_llama, num_key_value_heads=2, num_attention_heads=8, hidden_size=96)
+MOE8 = partial(checkpoints.tiny_qwen3_moe, num_key_value_heads=1, num_attention_heads=8, hidden_size=96)
+LATENT8 = partial(checkpoints.tiny_deepseek_v3, num_key_value_heads=8, num_attention_heads=8, hidden_size=96)
+REPLICATED = ("--dcp-q-replicate", "--dcp-comm-backend", "a2a")
 FAMILIES = {
     "llama-1": Family(LLAMA1, ((4, flags(4)), ONE, (2, flags(2, 4, "--dcp-comm-backend", "a2a", *SMALL)))),
     "deepseek_v3": Family(checkpoints.tiny_deepseek_v3, (ONE, (2, flags(2, 1, *SMALL)))),
 }
 if LONG:
     FAMILIES |= {
-        "llama-2": Family(checkpoints.tiny_llama, (ONE, (4, flags(2, 2, *SMALL)))),
-        "qwen3_moe": Family(
-            partial(checkpoints.tiny_qwen3_moe, num_key_value_heads=1),
-            ((4, flags(4, 4)), ONE, (2, flags(2, 1, *SMALL))),
-        ),
+        "llama-2": Family(EIGHT2, ((8, flags(4)), ONE, (8, flags(2, 8)), (4, flags(2, 2, *SMALL)))),
+        "qwen3_moe": Family(MOE8, ((4, flags(4, 4)), ONE, (8, flags(8, 2)), (2, flags(2, 1, *SMALL)))),
         "llama-8": Family(EIGHT, ((8, flags(8)), (4, flags(4)), ONE, (2, flags(2)), (8, flags(4, 2, *SMALL)))),
         "deepseek_v3-more": Family(
-            checkpoints.tiny_deepseek_v3,
-            ((4, flags(4)), ONE, (4, flags(2, 8)),
-             (4, flags(4, 1, "--dcp-q-replicate", "--dcp-comm-backend", "a2a", *SMALL))),
+            LATENT8,
+            ((4, flags(4)), ONE, (8, flags(8, 2)), (4, flags(2, 8)), (4, flags(4, 1, *REPLICATED, *SMALL))),
         ),
         "prompts": Family(
             LLAMA1,
             ((2, flags(2, 1, "--prefill-context-parallel-size", "2")), ONE,
              (1, ("--prefill-context-parallel-size", "3", "--max-num-batched-tokens", "48", *LOAD, *SMALL))),
+        ),
+        "prompts-latent": Family(
+            checkpoints.tiny_deepseek_v3,
+            (ONE, (2, flags(2, 1, "--prefill-context-parallel-size", "2", *REPLICATED)),
+             (4, flags(2, 2, "--prefill-context-parallel-size", "2", *SMALL))),
         ),
     }
 
@@ -98,6 +105,16 @@ class Shapes(Case):
 
     def rng(self, purpose: int) -> np.random.Generator:
         return np.random.default_rng((self.seed, purpose))
+
+    @property
+    def alone(self) -> Worker:
+        """The one that is one process."""
+        return next(worker for worker in self.workers if figures(worker).get("ranks", 1) == 1)
+
+    @property
+    def sharing(self) -> Worker:
+        """One whose ranks share something."""
+        return next(worker for worker in self.workers if figures(worker).get("ranks", 1) > 1)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -155,9 +172,73 @@ def test_hits_come_from_files_whoever_wrote_them(case: Shapes, crowd: Crowd) -> 
             assert figures(worker)["cached.fs"] - before == 64 + 96
 
 
+def test_a_conversation_goes_from_shape_to_shape_and_back(case: Shapes) -> None:
+    """Each turn at a worker of another shape, there and back: all whole units that the turns before have left are hit,
+    and each answer is what one process gives that has nothing of it."""
+    rng, turns, talk = case.rng(14), [], []
+    for worker in (*case.workers, *reversed(case.workers)):
+        talk = [*talk, *rng.integers(16, VOCAB, 11).tolist()]
+        worker.front.heard.clear()
+        heard = worker.front.ask("talk", talk, OUTPUT)
+        assert heard.started is not None and heard.started.cached_tokens == case.oracle.cached(talk)
+        case.oracle.computed(talk, heard.tokens)
+        turns.append((talk, heard.tokens))
+        worker.front.settle()
+        talk = [*talk, *heard.tokens]
+    for talk, tokens in turns:
+        case.alone.front.heard.clear()
+        assert case.alone.front.ask("again", talk, OUTPUT, salt=b"nobody's %d" % len(talk)).tokens == tokens
+
+
+def test_a_chunk_of_ranks_that_share_is_that_of_one(case: Shapes, crowd: Crowd) -> None:
+    """The same tokens under two salts, computed by one process and by ranks: equal places, equal values."""
+    tokens = case.rng(15).integers(16, VOCAB, 2 * CHUNK + 16).tolist()
+    found = []
+    for worker in (case.alone, case.sharing):
+        salt = b"as computed by %d" % worker.pid
+        worker.front.heard.clear()
+        worker.front.ask("salted", tokens, 1, salt=salt)
+        worker.front.settle()
+        found.append(stored(worker.front, crowd, tokens, salt))
+    one, shared = found
+    assert one.keys() == shared.keys() and len(one) >= 3
+    for place, values in one.items():
+        np.testing.assert_allclose(shared[place], values, rtol=0, atol=1e-12)
+        assert np.abs(values).max() > 0.1
+
+
+def test_a_request_that_is_cancelled_while_ranks_load_it_holds_nothing(case: Shapes) -> None:
+    """One rank stands still, so that its slice can't have been copied when the client leaves."""
+    prompt = case.rng(16).integers(16, VOCAB, 67).tolist()
+    answer = case.alone.front.ask("first", prompt, OUTPUT).tokens
+    case.alone.front.settle()
+    worker, stopped = case.sharing, children(case.sharing.pid)[-1]
+    worker.front.settle()
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        orders = figures(worker)["ranks.orders"]
+        worker.front.generate("left", prompt, 64)
+        wait_for("the load", lambda: figures(worker)["ranks.orders"] > orders)
+        worker.front.cancel("left")
+        wait_for("the news", lambda: figures(worker).get("requests.cancelled", 0) > 0)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    finished = worker.front.wait("left").finished
+    assert finished is not None and finished.reason == "cancelled"
+
+    def held() -> float:
+        values = figures(worker)
+        states = ("running", "loading", "waiting", "settling")
+        blocks = [value for name, value in values.items() if name.startswith("blocks.") and name.endswith(".used")]
+        return sum(values[f"requests.{state}"] for state in states) + sum(blocks)
+
+    wait_for("nothing to be held", lambda: held() == 0)
+    assert worker.front.ask("again", prompt, OUTPUT).tokens == answer
+
+
 def test_beside_one_another_and_preempted_they_answer_as_alone(case: Shapes) -> None:
     """Prompts in pieces beside decodes, in a pool that has no room for all answers to grow."""
-    alone, small = next(w for w in case.workers if figures(w).get("ranks", 1) == 1), case.workers[-1]
+    alone, small = case.alone, case.workers[-1]
     rng = case.rng(12)
     prompts = [rng.integers(16, VOCAB, n).tolist() for n in (17, 3, 20, 18, 81, 19)]
     for number, prompt in enumerate(prompts):
@@ -182,3 +263,43 @@ def test_a_decode_sends_no_keys_and_as_much_behind_any_context(case: Shapes) -> 
     assert short["context"] == long["context"] == 0
     assert all(short[kind] == long[kind] for kind in ("query", "lse", "out"))
     assert short["out"] > 0 or short["rows"] > 0, "they share something"
+
+
+# --- in fp32 -------------------------------------------------------------------------------------------------
+
+CLOSE = 1e-4
+IN_FP32 = {
+    "llama-1": (EIGHT, 8, 8), "llama-2": (EIGHT2, 4, 2), "qwen3_moe": (MOE8, 4, 4), "deepseek_v3": (LATENT8, 8, 4),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not LONG, reason="the long form: FOREBAY_CONTEXT_RANKS=1")
+@pytest.mark.parametrize("family", IN_FP32)
+def test_in_fp32_answers_part_only_where_two_tokens_are_as_good(family: str, crowd: Crowd) -> None:
+    """Ranks and one process, each computing all by itself: how often they part is printed."""
+    make, size, dcp = IN_FP32[family]
+    model = make(crowd.folder / f"{family}-fp32")
+    names = (f"{family}-fp32-1", f"{family}-fp32-{size}")
+    crowd.start(names[0], model, 1, "--dtype", "float32")
+    crowd.start(names[1], model, size, *flags(dcp), "--dtype", "float32")
+    rng, parted = np.random.default_rng(zlib.crc32(family.encode())), 0
+    prompts = [rng.integers(16, VOCAB, n).tolist() for n in (1, 2, 7, 8, 9, 16, 17, 31, 33, 64, 100)]
+    for prompt in prompts:
+        one, shared = (
+            crowd.worker(name).front.ask(f"p{len(prompt)}", prompt, 24, salt=name.encode()).tokens for name in names
+        )
+        if one != shared:
+            parted += 1
+            first = next(at for at, pair in enumerate(zip(one, shared, strict=True)) if pair[0] != pair[1])
+            assert gap_behind(model, [*prompt, *one[:first]]) <= CLOSE
+    print(f"{family}: {parted} of {len(prompts)} answers part where two tokens are as good")
+    for name in names:
+        crowd.workers.pop(name).end()
+
+
+def gap_behind(model: Path, tokens: list[int]) -> float:
+    """Between the best two logits behind these, by transformers in fp32."""
+    from tests.parity.reference import reference_logits  # here: it takes a second to import
+
+    best = reference_logits(model, tokens, torch.float32)[-1].topk(2).values
+    return float(best[0] - best[1])
