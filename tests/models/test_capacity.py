@@ -106,6 +106,12 @@ def test_pages_of_glm_5_2_are_those_that_are_published() -> None:
     assert per_token(info, Ranks(8), FP8) == 47_700, "both are on every rank whole"
 
 
+def test_rows_with_scales_and_windows_kept_in_full_take_what_is_published() -> None:
+    assert per_token_whole(info_of(DEEPSEEK_V3), 656 / 576) == pytest.approx(40_016)
+    kept = GPT_OSS_120B | {"layer_types": ["full_attention"] * 36}
+    assert per_token_whole(info_of(kept), BF16) == 73_728
+
+
 def test_windows_take_the_same_however_long_a_request_is() -> None:
     info = info_of(GPT_OSS_120B)
     assert fixed_whole(info, BF16) == 18 * 128 * 2 * 8 * 64 * 2  # 4.7 MB

@@ -170,6 +170,8 @@ def test_ranks_listen_on_loopback_alone(case: Case) -> None:
     ("flags", "environment", "said"),
     [
         (["--tensor-parallel-size", "3"], {}, "can't split this model's 4 attention heads and 2 KV heads"),
+        (["--tensor-parallel-size", "4", "--decode-context-parallel-size", "4"], {},
+         "2 KV heads are, each, on 2 ranks, and only such copies can be dealt out; use 1 or 2, or tensor_parallel_s"),
         (["--tensor-parallel-size", "2"], {"GLOO_SOCKET_IFNAME": "eth7"}, "give --trusted-network eth7"),
     ],
 )
