@@ -109,8 +109,8 @@ def minimax_m3_info(config: Config) -> ModelInfo:
 def build_minimax_m3(config: Config, weights: Weights) -> CausalLM:
     """The model, its weights taken from `weights`."""
     shape, info = read_shape(config), minimax_m3_info(config)
-    if weights.ranks.context is not None and info.sparse is not None:
-        raise ConfigError("decode_context_parallel_size: layers that choose positions need all of them; set it to 1")
+    if weights.ranks.context is not None:
+        raise ConfigError("decode_context_parallel_size: this family's layers need all positions; set it to 1")
     attention = shape.attention
     ends = build_vocabulary(
         weights, info.vocab_size, attention.hidden, tied=config.flag("tie_word_embeddings", False)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from forebay.errors import ConfigError
 from forebay.models.loading import load_model, read_info
+from forebay.models.ranks import Alone
 from tests import checkpoints
 from tests.parity.reference import Runner
 
@@ -79,3 +82,9 @@ def test_each_kv_head_has_its_own_choice_and_a_token_one_key(tmp_path: Path) -> 
     assert info.sparse is not None
     assert (info.sparse.group, info.sparse.block, info.sparse.top_k) == ("full", 12, 3)
     assert info.sparse.leaders == (-1, 1, 2, 3)
+
+
+def test_positions_are_not_shared_out_even_where_every_layer_sees_all(tmp_path: Path) -> None:
+    path = checkpoints.tiny_minimax_m3(tmp_path, layer_types=["full_attention"] * 4)
+    with pytest.raises(ConfigError, match="layers need all positions"):
+        load_model(path, dtype=torch.float32, device=CPU, ranks=Alone(context=object()))  # type: ignore[arg-type]
