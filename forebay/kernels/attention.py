@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forebay.kernels.batch import BLOCK_TOKENS, NO_BLOCK, Batch, SequenceSpan
+from forebay.kernels.batch import BLOCK_TOKENS, Batch, SequenceSpan
 from forebay.kernels.dispatch import dispatch
 from forebay.kernels.narrow import KvScales, widen_rows
 from forebay.kernels.paged import Scores
@@ -109,14 +109,16 @@ class _Decodes:
     """`count` sequences of one new token each, padded to a common number of blocks.
 
     `rows` [count] are their rows of the flat batch, in order. `mask`
-    [count, 1, n * 16] adds -inf to positions that aren't theirs. A single sequence needs none: it sees positions
-    `seen` of its blocks.
+    [count, 1, n * 16] adds -inf to positions that aren't theirs. `stale`: those of the gathered vectors that lie behind
+    a sequence's end. Whoever had the block before may have left anything there, and neither a mask nor a weight of 0
+    hides what is no number. A single sequence needs neither: it sees positions `seen` of its blocks.
     """
 
     count: int
     rows: Tensor
     runs: Tensor
     mask: Tensor | None
+    stale: Tensor | None
     seen: slice
 
 
@@ -187,19 +189,29 @@ def _join(part: list[_Reach], tables: Tensor, pool: Tensor, dtype: torch.dtype) 
         blocks = tables[reach.index, reach.first_block : reach.first_block + reach.num_blocks]
         base = reach.first_block * BLOCK_TOKENS
         seen = slice(reach.start - base, reach.end - base)
-        return _Decodes(1, rows, _runs(pool, blocks[None]), None, seen)
+        return _Decodes(1, rows, _runs(pool, blocks[None]), None, None, seen)
     width = max(reach.num_blocks for reach in part)
-    facts = torch.tensor([(reach.index, reach.first_block, reach.start, reach.end) for reach in part], device=device)
-    indices, firsts, starts, ends = (column[:, None] for column in facts.unbind(1))
-    columns = firsts + torch.arange(width, device=device)
-    # Where the table ends or has no block, the sequence's own first one will do: the mask hides it.
-    blocks = tables[indices, columns.clamp_(max=tables.shape[1] - 1)]
-    blocks = torch.where(blocks == NO_BLOCK, blocks[:, :1], blocks)
+    facts = torch.tensor(
+        [(reach.index, reach.first_block, reach.start, reach.end, reach.num_blocks) for reach in part], device=device
+    )
+    indices, firsts, starts, ends, own = (column[:, None] for column in facts.unbind(1))
+    at = torch.arange(width, device=device).expand(len(part), width)
+    # Behind its own blocks the sequence's first one will do: the mask hides it.
+    at = torch.where(at < own, at, 0)
+    blocks = tables[indices, firsts + at]
     positions = firsts * BLOCK_TOKENS + torch.arange(width * BLOCK_TOKENS, device=device)
     hidden = (positions < starts) | (positions >= ends)
     mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
     mask.masked_fill_(hidden, -math.inf)
-    return _Decodes(len(part), rows, _runs(pool, blocks), mask[:, None], slice(None))
+    stored = ((firsts + at) * BLOCK_TOKENS)[..., None] + torch.arange(BLOCK_TOKENS, device=device)
+    stale = _vectors((stored >= ends[..., None]).flatten(1), pool.shape[3])
+    return _Decodes(len(part), rows, _runs(pool, blocks), mask[:, None], stale, slice(None))
+
+
+def _vectors(chosen: Tensor, kv_heads: int) -> Tensor:
+    """Which of the gathered vectors [2, B, kv_heads, n * 16] are those at `chosen` [B, n * 16], of all heads."""
+    whole = chosen[None, :, None].expand(2, -1, kv_heads, -1)
+    return whole.flatten().nonzero().flatten()
 
 
 def _kv_bytes(pool: Tensor, dtype: torch.dtype) -> int:
@@ -217,12 +229,15 @@ def _runs(pool: Tensor, blocks: Tensor) -> Tensor:
 
 
 def _gather(
-    pool: Tensor, layer_in_group: int, runs: Tensor, count: int, dtype: torch.dtype
+    pool: Tensor, layer_in_group: int, runs: Tensor, count: int, dtype: torch.dtype, stale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """K and V in one layer of `count` sequences, each [count * kv_heads, n * 16, head_dim], until the next gather."""
+    """K and V in one layer of `count` sequences, each [count * kv_heads, n * 16, head_dim], until the next gather.
+    `stale` vectors are zeros."""
     _, _, _, kv_heads, _, dim = pool.shape
     of_layer = runs + layer_in_group * 2 * kv_heads
     kv = widen_rows(pool.view(-1, BLOCK_TOKENS * dim), of_layer, dtype)
+    if stale is not None:
+        kv.view(-1, dim).index_fill_(0, stale, 0)
     k, v = kv.view(2, count * kv_heads, -1, dim).unbind(0)
     return k, v
 
@@ -320,7 +335,7 @@ def _attend_decodes(
     """`q` [count, heads, head_dim], the decodes' own rows. Returns the same shape."""
     count, heads, dim = q.shape
     kv_heads = pool.shape[3]
-    k, v = _gather(pool, layer_in_group, decodes.runs, count, q.dtype)
+    k, v = _gather(pool, layer_in_group, decodes.runs, count, q.dtype, decodes.stale)
     folded = q.reshape(count * kv_heads, heads // kv_heads, dim)
     scores = _product(folded, k[:, decodes.seen].transpose(1, 2))
     if softcap is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,6 +68,29 @@ def assert_as_defined(
         found = paged_attention(*args, scale=0.3, window=window, softcap=softcap)
         wanted = attention_reference(*args, scale=0.3, window=window, softcap=softcap)
         torch.testing.assert_close(found, wanted, rtol=0, atol=within)
+
+
+def leave_junk(case: Case) -> None:
+    """Fill all of the pool with nan but what the sequences have written. Mutates it."""
+    written = torch.zeros(case.pool.shape[0], BLOCK_TOKENS, dtype=torch.bool)
+    for span, table in zip(case.batch.spans, case.batch.groups["g"].block_tables.tolist(), strict=True):
+        for position in range(span.total_len):
+            if table[position // BLOCK_TOKENS] != NO_BLOCK:
+                written[table[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = True
+    case.pool.masked_fill_(~written[:, None, None, None, :, None], math.nan)
+
+
+@pytest.mark.parametrize("window", [None, 10, 24])
+@pytest.mark.parametrize(
+    "sequences", [[(1, 3), (1, 7)], [(1, 20), (1, 30), (1, 40), (1, 47)], [(1, 5), (9, 14), (1, 17)]]
+)
+def test_what_others_have_left_in_blocks_counts_for_nothing(
+    sequences: list[tuple[int, int]], window: int | None
+) -> None:
+    """A block isn't wiped when it changes hands, and 0 times what is no number is none."""
+    case = make_case(sequences, window=window)
+    leave_junk(case)
+    assert_as_defined(case, window=window)
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 15, 16, 17, 40])
