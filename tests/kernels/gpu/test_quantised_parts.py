@@ -68,7 +68,7 @@ def test_parts_of_quantised_experts_add_up(form: str, tmp_path: Path) -> None:
     x = torch.randn(3, 64, generator=rng)
     routes = Routes(torch.tensor([[0, 2], [1, 0], [2, 1]]), torch.rand(3, 2, generator=rng))
     wanted = experts_of(plain)(x, routes)
-    for size in (1, 2, 3):
+    for size in (1, 2):
         parts = [experts_of(stored, rank, size) for rank in range(size)]
         assert {stack.form for part in parts for stack in (part._up, part._down)} == {form.partition(",")[0]}
         found = torch.stack([part(x, routes) for part in parts]).sum(dim=0)
