@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forebay.kernels.batch import BLOCK_TOKENS, NO_BLOCK, Batch, SequenceSpan
+from forebay.kernels.batch import BLOCK_TOKENS, Batch, SequenceSpan
 from forebay.kernels.dispatch import dispatch
 from forebay.kernels.narrow import KvScales, is_narrow, narrow, widen_rows
 
@@ -65,6 +65,7 @@ def latent_attention(
             _attend_tile(q, rows, batch, span, begin, out)
     for decodes in plan.decodes:
         rows = _gather(pool, layer_in_group, decodes.blocks, q.dtype)
+        rows.view(-1, rows.shape[2]).index_fill_(0, decodes.stale, 0)
         scores = torch.bmm(q.index_select(0, decodes.rows), rows.transpose(1, 2)).add_(decodes.mask)
         # Of whole rows: a batched product copies a factor that is a slice.
         mixed = torch.bmm(torch.softmax(scores, dim=-1), rows)[..., :rank]
@@ -75,11 +76,14 @@ def latent_attention(
 @dataclass(frozen=True, slots=True, eq=False)
 class _Decodes:
     """Sequences of one new token each, padded to a common number of blocks. `rows` [B] are theirs in the flat batch,
-    `blocks` [B, n]; `mask` [B, 1, n * 16] is -inf behind each one's end."""
+    `blocks` [B, n]; `mask` [B, 1, n * 16] is -inf behind each one's end. `stale`: those of the gathered rows that lie
+    behind it. Whoever had the block before may have left anything there, and neither a mask nor a weight of 0 hides
+    what is no number."""
 
     rows: Tensor
     blocks: Tensor
     mask: Tensor
+    stale: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,13 +111,17 @@ def _plan(batch: Batch, group: str, pool: Tensor, dtype: torch.dtype) -> _Plan:
 
 def _join(batch: Batch, tables: Tensor, part: Sequence[int], width: int, dtype: torch.dtype) -> _Decodes:
     device, spans = tables.device, [batch.spans[index] for index in part]
-    blocks = tables[torch.tensor(part, device=device), :width]
-    blocks = torch.where(blocks == NO_BLOCK, blocks[:, :1], blocks)  # any block will do where the mask hides it
+    own = torch.tensor([_blocks(span) for span in spans], device=device)[:, None]
+    at = torch.arange(width, device=device).expand(len(part), width)
+    at = torch.where(at < own, at, 0)  # behind its own blocks the first one will do: the mask hides it
+    blocks = tables[torch.tensor(part, device=device)[:, None], at]
     ends = torch.tensor([span.total_len for span in spans], device=device)
     hidden = torch.arange(width * BLOCK_TOKENS, device=device) >= ends[:, None]
+    stored = (at * BLOCK_TOKENS)[..., None] + torch.arange(BLOCK_TOKENS, device=device)
+    stale = (stored >= ends[:, None, None]).flatten().nonzero().flatten()
     mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -math.inf)
     rows = torch.tensor([span.query_start for span in spans], device=device)
-    return _Decodes(rows, blocks, mask[:, None])
+    return _Decodes(rows, blocks, mask[:, None], stale)
 
 
 def _blocks(span: SequenceSpan) -> int:

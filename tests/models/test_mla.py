@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from forebay.kernels import mla
 from forebay.kernels.batch import BLOCK_TOKENS, Batch, pack_batch
 from forebay.kernels.mla import latent_attention, latent_attention_reference, write_latents
+from tests.kernels.test_attention import leave_junk
 
 LAYERS, HEADS, RANK, ROPE = 3, 3, 10, 6
 WIDTH = RANK + ROPE
@@ -51,6 +52,14 @@ def assert_as_defined(case: Case, within: float = 1e-12) -> None:
 )
 def test_prefills_and_decodes(sequences: list[tuple[int, int]]) -> None:
     assert_as_defined(make_case(sequences))
+
+
+@pytest.mark.parametrize("sequences", [[(1, 3)], [(1, 3), (1, 7)], [(1, 20), (1, 40), (1, 47)], [(1, 5), (9, 14)]])
+def test_what_others_have_left_in_blocks_counts_for_nothing(sequences: list[tuple[int, int]]) -> None:
+    """A block isn't wiped when it changes hands, and 0 times what is no number is none."""
+    case = make_case(sequences)
+    leave_junk(case)
+    assert_as_defined(case)
 
 
 def test_tiles_meet_without_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:
