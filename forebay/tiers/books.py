@@ -25,6 +25,9 @@ class Books:
         self._pins: Counter[ChunkId] = Counter()
         self._touches: dict[ChunkId, bool] = {}
         self._uses = threading.Lock()
+        self._changing = threading.Lock()
+        """Held while a chunk comes into the manifest, or leaves it, and its bytes are counted: or else somebody who
+        sees it already would move bytes that no account has yet."""
 
     def touch(self, chunks: Sequence[ChunkId], *, loaded: bool = False) -> None:
         """Note uses, in this order; written to the manifest later. A cold chunk that is `loaded` isn't cold any
@@ -57,14 +60,29 @@ class Books:
 
     def remove(self, chunks: Sequence[ChunkId], reason: str) -> int:
         """Take chunks out of sight; how many were there."""
-        return self._now_leaving(self.manifest.leave(chunks, reason))
+        return len(self._leave(chunks, reason))
 
     def remove_scope(self, scope: ClearScope) -> Iterator[int]:
         """Take what a scope covers out of sight; how many chunks with each step."""
-        for gone in self.manifest.leave_scope(scope, "cleared"):
-            yield self._now_leaving(gone)
+        steps = self.manifest.leave_scope(scope, "cleared")
+        while True:
+            with self._changing:
+                gone = next(steps, None)
+                if gone is None:
+                    return
+                self._now_leaving(gone)
+            yield len(gone)
 
-    def _now_leaving(self, gone: Sequence[Leaving]) -> int:
+    def _leave(self, chunks: Sequence[ChunkId], reason: str) -> list[Leaving]:
+        with self._changing:
+            return self._now_leaving(self.manifest.leave(chunks, reason))
+
+    def _leave_coldest(self, size: int, count: int, reason: str) -> list[Leaving]:
+        """The coldest that nobody is about to read, until `size` bytes and `count` chunks are reached."""
+        with self._changing:
+            return self._now_leaving(self.manifest.leave_coldest(size, count, self._pinned, reason))
+
+    def _now_leaving(self, gone: list[Leaving]) -> list[Leaving]:
         size = sum(left.disk for left in gone)
         self.ledger.move(stored=-size, leaving=size)
-        return len(gone)
+        return gone

@@ -100,15 +100,16 @@ class Shelf(Books):
             if not self.well():
                 raise OSError(errno.EIO, "this store stood still for too long, others may have taken its place")
             self.device.publish(temp, path)
-            try:
-                replaced = self.manifest.commit(chunk, record)
-            except BaseException:
-                self.device.remove(path)  # or nobody would count its bytes
-                raise
-            self.ledger.move(
-                stored=record.disk - replaced.stored, leaving=-replaced.leaving, reserved=-reserved,
-                other=-self._foreign.pop(chunk, 0),
-            )  # fmt: skip
+            with self._changing:
+                try:
+                    replaced = self.manifest.commit(chunk, record)
+                except BaseException:
+                    self.device.remove(path)  # or nobody would count its bytes
+                    raise
+                self.ledger.move(
+                    stored=record.disk - replaced.stored, leaving=-replaced.leaving, reserved=-reserved,
+                    other=-self._foreign.pop(chunk, 0),
+                )  # fmt: skip
             if self._announcing:
                 self._told.add(chunk)
             self.tell(TierChange(chunk, True, "", header_block(front.block)))
@@ -123,7 +124,7 @@ class Shelf(Books):
             try:
                 front = front_of(self.device, path)
             except ForeignChunk as error:
-                self._leave(chunk, str(error))
+                self._leave_alone(chunk, str(error))
                 return False
             except CorruptChunk as error:
                 self._move_aside(chunk, str(error), keep=not isinstance(error, UnsealedChunk))
@@ -134,15 +135,20 @@ class Shelf(Books):
             except OSError:
                 self.manifest.end_write(chunk)
                 return False
-            self.manifest.commit(chunk, record_of(front, cold=False), found=True)
-            self.ledger.move(stored=front.disk)
+            self._enter(chunk, record_of(front, cold=False))
             if self._announcing:
                 self._told.add(chunk)
             self.tell(TierChange(chunk, True, "", header_block(front.block)))
         self.counts["adopted"] += 1
         return True
 
-    def _leave(self, chunk: ChunkId, why: str) -> None:
+    def _enter(self, chunk: ChunkId, record: Record) -> None:
+        """Its file was found: it is in the manifest from now on."""
+        with self._changing:
+            replaced = self.manifest.commit(chunk, record, found=True)
+            self.ledger.move(stored=record.disk - replaced.stored, leaving=-replaced.leaving)
+
+    def _leave_alone(self, chunk: ChunkId, why: str) -> None:
         """A file that nobody here has written, of another version: it stays where it is, and counts."""
         path = self.device.paths.chunk(chunk)
         complain("version", "%s is left alone (%s): `forebay fsck --fs DIR --repair` moves it aside", path, why)
@@ -176,8 +182,7 @@ class Shelf(Books):
             self.device.rename(source, path)
             # The room comes with the file: until the dead store's part is given up it is reserved over there.
             self.ledger.widen(front.disk)
-            self.manifest.commit(chunk, record_of(front, cold=False), found=True)
-            self.ledger.move(stored=front.disk)
+            self._enter(chunk, record_of(front, cold=False))
             if self._announcing:
                 self._told.add(chunk)
             self.tell(TierChange(chunk, True, "", header_block(front.block)))
@@ -201,8 +206,7 @@ class Shelf(Books):
         complain("unreadable", "%s can't be read here and is kept: %s", path, error)
         self.counts["unreadable"] += 1
         record = _unknown(disk) if old is None else replace(old, disk=disk, cold=True, unreadable=True)
-        self.manifest.commit(chunk, record, found=True)
-        self.ledger.move(stored=disk - (old.disk if old else 0))
+        self._enter(chunk, record)
         if old is not None:
             self.tell(TierChange(chunk, False, "evicted"))
 
@@ -221,8 +225,7 @@ class Shelf(Books):
             except (CorruptChunk, OSError):
                 return  # the walk that follows, or a load, finds out what is wrong and acts on it
             if record.unreadable:  # its key is here again
-                self.manifest.commit(chunk, record_of(front, cold=False), found=True)
-                self.ledger.move(stored=front.disk - record.disk)
+                self._enter(chunk, record_of(front, cold=False))
             self._outbox.change(TierChange(chunk, True, "", header_block(front.block)))
 
     def all_announced(self) -> None:
@@ -239,8 +242,7 @@ class Shelf(Books):
             if freed >= size and not count:
                 return True
             self.flush_touches()
-            gone = self.manifest.leave_coldest(size - freed, count, self._pinned, reason)
-            self._now_leaving(gone)
+            gone = self._leave_coldest(size - freed, count, reason)
             self.counts["evicted"] += len(gone)
             freed += sum(self._unlink(left) for left in gone)
             return freed > 0
@@ -274,8 +276,9 @@ class Shelf(Books):
                 self.counts["unlink_errors"] += 1
                 complain("unlink", "can't remove %s: %s", path, error.strerror)
                 return 0
-            self.manifest.bury(left.chunk)
-            self.ledger.move(leaving=-left.disk)
+            with self._changing:
+                self.manifest.bury(left.chunk)
+                self.ledger.move(leaving=-left.disk)
             self.tell(TierChange(left.chunk, False, left.reason, block))
         return left.disk
 
@@ -291,10 +294,11 @@ class Shelf(Books):
         with self._stripe(chunk):
             if os.path.lexists(self.device.paths.chunk(chunk)):
                 return False
-            record = self.manifest.drop(chunk)
-            if record is None:
-                return False
-            self.ledger.move(stored=-record.disk)
+            with self._changing:
+                record = self.manifest.drop(chunk)
+                if record is None:
+                    return False
+                self.ledger.move(stored=-record.disk)
             self.counts["vanished"] += 1
             self.tell(TierChange(chunk, False, "evicted"))
             return True
@@ -322,7 +326,8 @@ class Shelf(Books):
         path = self.device.paths.chunk(chunk)
         block = self._known_block(path)
         complain("corrupt", "%s is moved aside: %s" if keep else "%s is removed: %s", path, why)
-        record = self.manifest.drop(chunk)
+        with self._changing:
+            record = self.manifest.drop(chunk)
         self.manifest.end_write(chunk)
         # Counted twice for a moment rather than not at all: a reservation may be made in between.
         if keep:

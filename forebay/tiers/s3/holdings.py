@@ -58,7 +58,6 @@ class Holdings(Books):
         """Segments that are being put, until they are in the books."""
         self._outbox = outbox
         self._evicting = threading.Lock()
-        self._changing = threading.Lock()
         self._told: set[ChunkId] = set()
         # What this process has told of already, until everything older has been told of as well.
         self._fresh: set[ChunkId] | None = set()
@@ -140,8 +139,7 @@ class Holdings(Books):
         # Nothing but our memory is full: the objects stay, for the bucket's rules to remove, and are still found.
         with self._evicting:
             self.flush_touches()
-            gone = self.manifest.leave_coldest(0, count, self._pinned, "evicted")
-            self._now_leaving(gone)
+            gone = self._leave_coldest(0, count, "evicted")
             self._bury([left.chunk for left in gone])
             self.counts["entries_forgotten"] += len(gone)
             return bool(gone)
@@ -155,8 +153,7 @@ class Holdings(Books):
             if freed >= size and not count:
                 return True
             self.flush_touches()
-            gone = self.manifest.leave_coldest(size - freed, count, self._pinned, reason)
-            self._now_leaving(gone)
+            gone = self._leave_coldest(size - freed, count, reason)
             self.counts["evicted"] += len(gone)
             return freed + self.reap() > 0
 
@@ -164,8 +161,7 @@ class Holdings(Books):
         """A chunk's object was not there: forget the chunk, and all others of its segment."""
         card = self.cards.get(chunk)
         chunks = self.cards.members(card.segment) if card and card.segment else [chunk]
-        gone = self.manifest.leave(chunks, "evicted")
-        self._now_leaving(gone)
+        gone = self._leave(chunks, "evicted")
         self.counts["vanished"] += len(gone)
 
     def reap(self, enough: int | None = None, pages: int | None = None) -> int:
@@ -227,8 +223,7 @@ class Holdings(Books):
             alive = [chunk for chunk in members if view.get(chunk) is not None]
         if alive and reason == REPLACED:
             return False
-        gone = self.manifest.leave(alive, "evicted")
-        self._now_leaving(gone)
+        gone = self._leave(alive, "evicted")
         self.counts["neighbours_evicted"] += len(gone)
         return True
 
