@@ -14,6 +14,9 @@ from tests.workers.processes import PATIENCE_S, FrontEnd, Running, start, start_
 
 CHUNK = 32
 
+START_S = 200.0
+"""Up to fifteen ranks import torch and load their parts at the same time."""
+
 
 @dataclass
 class Worker:
@@ -55,8 +58,12 @@ class Crowd:
         """A worker that was started, once it serves and has its store."""
         if name not in self.workers:
             running, listen = self.started.pop(name)
-            self.workers[name] = Worker(running, FrontEnd.to(listen, running), listen)
-            self.workers[name].front.settle()
+            front = FrontEnd.to(listen, running)
+            front.connection.settimeout(START_S)
+            front.describe()
+            front.connection.settimeout(PATIENCE_S)
+            front.settle()
+            self.workers[name] = Worker(running, front, listen)
         return self.workers[name]
 
     def stop(self) -> None:

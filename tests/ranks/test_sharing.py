@@ -250,15 +250,18 @@ def test_beside_one_another_and_preempted_they_answer_as_alone(case: Shapes) -> 
 
 
 def test_a_decode_sends_no_keys_and_as_much_behind_any_context(case: Shapes) -> None:
-    """Real collectives: what rank 0 has sent for each further token."""
+    """Real collectives: what rank 0 has sent for eight further tokens, beside a prompt of that length alone."""
     worker = case.workers[-1]
     rng, found = case.rng(13), []
-    for length in (20, 44):  # in one piece each: nothing is cached when they are computed
-        before = figures(worker)
-        worker.front.ask(f"d{length}", rng.integers(16, VOCAB, length).tolist(), 9)
-        after = figures(worker)
-        found.append({kind: after[f"ranks.{kind}.bytes"] - before[f"ranks.{kind}.bytes"] for kind in KINDS})
-        worker.front.settle()
+    for length in (20, 44):
+        sent = []
+        for answer in (1, 9):  # nothing is cached of either prompt
+            before = figures(worker)
+            worker.front.ask(f"d{length}-{answer}", rng.integers(16, VOCAB, length).tolist(), answer)
+            after = figures(worker)
+            sent.append({kind: after[f"ranks.{kind}.bytes"] - before[f"ranks.{kind}.bytes"] for kind in KINDS})
+            worker.front.settle()
+        found.append({kind: sent[1][kind] - sent[0][kind] for kind in KINDS})
     short, long = found
     assert short["context"] == long["context"] == 0
     assert all(short[kind] == long[kind] for kind in ("query", "lse", "out"))
