@@ -22,12 +22,13 @@ class Suspects:
         return len(self._until)
 
     def suspect(self, endpoint: str, seconds: float) -> None:
-        """A call to this host has failed, or taken too long."""
+        """A call to this host has failed, or taken too long. What is known already isn't shortened: a call that hung
+        comes back as a failed one."""
         with self._lock:
-            self._until.pop(endpoint, None)
+            known = self._until.pop(endpoint, 0.0)
             if len(self._until) >= HOSTS_MAX:
                 self._until.popitem(last=False)
-            self._until[endpoint] = self._clock() + seconds
+            self._until[endpoint] = max(known, self._clock() + seconds)
 
     def trust(self, endpoint: str) -> None:
         """It has answered."""

@@ -35,9 +35,9 @@ class Watch:
                 if returned:
                     return
                 hung = True
-                self.counts["calls_hung"] += 1
                 too_long()
                 self.hangs()
+                self.counts["calls_hung"] += 1  # last: who sees the count finds the host suspected, the thread replaced
 
         timer = self._timers.add(self._clock() + HANGS_S, notice)
         try:

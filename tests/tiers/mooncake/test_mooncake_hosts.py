@@ -16,7 +16,7 @@ from forebay.testing.conformance import Driver, InProcess, Made, OwnProcess, Poo
 from forebay.testing.mooncake import Master, Member
 from forebay.tiers.base import ClearScope
 from forebay.tiers.host import TierHost
-from forebay.tiers.mooncake import library, tier
+from forebay.tiers.mooncake import library, tier, watch
 from forebay.tiers.mooncake.options import SEGMENT_BYTES_MIN
 from forebay.tiers.mooncake.tier import MooncakeTier
 from forebay.tiers.registry import create_tier
@@ -69,6 +69,13 @@ def test_a_host_that_dies_takes_its_chunks_with_it_and_nothing_else(master: Mast
             driver.until(lambda: driver.store(lost[0]).ok and driver.serves(lost[0]), "a place with a living host")
 
 
+@pytest.fixture
+def noticed_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library drops a connection without progress after 2 s: a hang is to be seen well before, on a slow machine too."""
+    monkeypatch.setattr(watch, "HANGS_S", 0.5)
+
+
+@pytest.mark.usefixtures("noticed_soon")
 def test_a_host_that_hangs_costs_a_deadline_once_and_writes_nothing_later(master: Master, pool: Pool) -> None:
     with Member(master) as hanging, joined(master, pool) as driver:
         chunks = [numbered(i, granule=BIG) for i in range(4)]
@@ -93,6 +100,7 @@ def test_a_host_that_hangs_costs_a_deadline_once_and_writes_nothing_later(master
         assert all(bytes(slot) == b"\x77" * len(slot) for slot in slots), "bytes came after the deadline"
 
 
+@pytest.mark.usefixtures("noticed_soon")
 def test_a_close_ends_loads_whose_call_hangs(
     master: Master, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
