@@ -24,6 +24,7 @@ from forebay.kernels.batch import BLOCK_TOKENS, Batch, SequenceSpan
 from forebay.kernels.dispatch import dispatch
 from forebay.kernels.narrow import KvScales, widen_rows
 from forebay.kernels.paged import Scores
+from forebay.kernels.products import product_dtype
 
 TILE_QUERIES = 128
 """Queries a prefill tile. Smaller wastes less on masked scores, larger makes better products."""
@@ -77,11 +78,12 @@ def _attend(
     softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """torch's form, over what is stored as it is."""
+    own, q = q.dtype, q.to(product_dtype(q))
     plan = batch.once(("attention", group, window), lambda: _plan(batch, group, window, pool, q.dtype))
     if scale != 1.0:
         q = q * scale
     if plan.whole is not None:
-        return _attend_decodes(q, pool, layer_in_group, plan.whole, softcap, sinks)
+        return _attend_decodes(q, pool, layer_in_group, plan.whole, softcap, sinks).to(own)
     out = torch.empty_like(q)
     for prefill in plan.prefills:
         _attend_prefill(q, pool, layer_in_group, batch, prefill, window, softcap, sinks, out)
@@ -89,7 +91,7 @@ def _attend(
         rows = q.index_select(0, decodes.rows)
         mixed = _attend_decodes(rows, pool, layer_in_group, decodes, softcap, sinks)
         out.index_copy_(0, decodes.rows, mixed)
-    return out
+    return out.to(own)
 
 
 # --- which blocks a batch needs ----------------------------------------------------------------------------

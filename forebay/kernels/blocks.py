@@ -17,6 +17,7 @@ from torch import Tensor
 from forebay.kernels.batch import BLOCK_TOKENS, Batch
 from forebay.kernels.chosen import NONE, best_columns, in_order, resident_slots, sequence_of_rows
 from forebay.kernels.indexer import Keys
+from forebay.kernels.products import product_dtype
 from forebay.kernels.scratch import gather_rows
 
 SCORE_BYTES = 16 * 2**20
@@ -106,7 +107,7 @@ def block_sparse_attention(
     [blocks, layers, 2, kv_heads, 16, dim] by block `tables` int64 [S, n]. Returns the shape of `q`. Mutates nothing."""
     rows, heads, dim = q.shape
     kv_heads, out = pool.shape[3], torch.empty_like(q)
-    folded = (q * scale).view(rows, kv_heads, heads // kv_heads, dim)
+    folded = (q.to(product_dtype(q)) * scale).view(rows, kv_heads, heads // kv_heads, dim)
     token_bytes = 2 * kv_heads * dim * pool.element_size()
     tile = max(1, GATHER_BYTES // max(1, selection.blocks.shape[2] * size * token_bytes))
     for begin in range(0, rows, tile):
@@ -115,7 +116,7 @@ def block_sparse_attention(
             selection.rows, selection.sequences, selection.ends, selection.blocks
         )))  # fmt: skip
         slots = resident_slots(tables, chosen.sequences, chosen.positions(size))
-        k, v = _read(pool, layer_in_group, slots)
+        k, v = (x.to(folded.dtype) for x in _read(pool, layer_in_group, slots))
         scores = (folded[part] @ k.transpose(2, 3)).masked_fill_((slots < 0)[:, :, None], -math.inf)
         out[part] = (torch.softmax(scores, dim=-1) @ v).view(-1, heads, dim)
     return out

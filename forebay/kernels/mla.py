@@ -17,6 +17,7 @@ from torch import Tensor
 from forebay.kernels.batch import BLOCK_TOKENS, Batch, SequenceSpan
 from forebay.kernels.dispatch import dispatch
 from forebay.kernels.narrow import KvScales, is_narrow, narrow, widen_rows
+from forebay.kernels.products import product_dtype
 
 TILE_QUERIES = 128
 """Queries a prefill tile: its scores are heads x 128 x context."""
@@ -55,9 +56,9 @@ def latent_attention(
         from forebay.kernels import forms
 
         return forms.latent_attention(q, pool, layer_in_group, batch, group, scale, rank, scales)
-    plan = batch.once(("latent attention", group), lambda: _plan(batch, group, pool, q.dtype))
     factor = 1.0 if scales is None else float(scales.k)
-    q = q * (scale * factor)
+    own, q = q.dtype, q.to(product_dtype(q)) * (scale * factor)
+    plan = batch.once(("latent attention", group), lambda: _plan(batch, group, pool, q.dtype))
     out = q.new_empty(q.shape[0], q.shape[1], rank)
     for span, blocks in plan.prefills:
         rows = _gather(pool, layer_in_group, blocks[None], q.dtype)[0]
@@ -70,7 +71,7 @@ def latent_attention(
         # Of whole rows: a batched product copies a factor that is a slice.
         mixed = torch.bmm(torch.softmax(scores, dim=-1), rows)[..., :rank]
         out.index_copy_(0, decodes.rows, mixed)
-    return out if factor == 1.0 else out.mul_(factor)
+    return (out if factor == 1.0 else out.mul_(factor)).to(own)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -51,10 +51,10 @@ def narrow(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def widen_rows(source: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """`source[rows]` for `source` [n, width] and `rows` int64 [m], in `dtype` if it is in FP8: valid until this thread
-    gathers again."""
+    """`source[rows]` for `source` [n, width] and `rows` int64 [m], in `dtype`: until this thread gathers again."""
     if not is_narrow(source.dtype):
-        return gather_rows(source, rows)
+        plain = gather_rows(source, rows)
+        return plain if plain.dtype == dtype else room(plain.numel(), dtype).view(plain.shape).copy_(plain)
     found = gather_rows(source.view(torch.uint8), rows)
     if source.device.type != "cpu":
         return found.view(source.dtype).to(dtype)

@@ -13,6 +13,7 @@ from torch import Tensor
 from forebay.kernels.batch import BLOCK_TOKENS
 from forebay.kernels.chosen import physical_rows
 from forebay.kernels.dispatch import dispatch
+from forebay.kernels.products import product_dtype
 from forebay.kernels.scratch import gather_rows
 
 GATHER_BYTES = 4 * 2**20
@@ -40,12 +41,12 @@ def sparse_latent_attention(
         from forebay.kernels import forms
 
         return forms.sparse_latent_attention(q, pool, layer_in_group, slots, scale, rank)
-    q = q * scale
-    out = q.new_empty(q.shape[0], q.shape[1], rank)
+    own, q = q.dtype, q.to(product_dtype(q)) * scale
+    out = q.new_empty(q.shape[0], q.shape[1], rank, dtype=own)
     size = max(1, GATHER_BYTES // max(1, slots.shape[1] * q.shape[2] * q.element_size()))
     for begin in range(0, len(q), size):
         part = slice(begin, begin + size)
-        rows, absent = read_rows(pool, layer_in_group, slots[part]), slots[part] < 0
+        rows, absent = read_rows(pool, layer_in_group, slots[part]).to(q.dtype), slots[part] < 0
         scores = torch.bmm(q[part], rows.transpose(1, 2)).masked_fill_(absent[:, None], -math.inf)
         mixed = torch.bmm(torch.softmax(scores, dim=-1), rows)[..., :rank]
         out[part] = mixed.masked_fill(absent.all(dim=1)[:, None, None], 0)

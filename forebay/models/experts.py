@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from forebay.errors import ConfigError
 from forebay.kernels.dispatch import VARIABLE, dispatch
 from forebay.kernels.experts import Activation, Stack, activate, with_shared
 from forebay.kernels.moe import Routes, mix_experts
+from forebay.kernels.products import multiply
 from forebay.models.layers import Linear
 from forebay.models.ranks import Ranks, share
 
@@ -87,4 +87,4 @@ class StackedExperts:
 
 
 def _project(x: Tensor, stack: Stack, index: int) -> Tensor:
-    return F.linear(x, stack.plain(index).to(x.dtype), None if stack.bias is None else stack.bias[index].to(x.dtype))
+    return multiply(x, stack.plain(index).to(x.dtype), None if stack.bias is None else stack.bias[index].to(x.dtype))

@@ -22,6 +22,7 @@ from forebay.kernels.dispatch import dispatch
 from forebay.kernels.experts import Activation, activate
 from forebay.kernels.narrow import KvScales
 from forebay.kernels.partial import Stored
+from forebay.kernels.products import multiply
 from forebay.kernels.rotary import HeadNorms
 from forebay.models.base import CausalLM, KVGroup, ModelInfo
 from forebay.models.context import Context, DealtAttention
@@ -45,7 +46,8 @@ class Linear:
     """y = x @ weight.T + bias, for x [T, in].
 
     On the CPU the weight is packed once into the layout that oneDNN multiplies fastest: plain weights are
-    unpacked again at every call, which makes a decode's step two to three times slower.
+    unpacked again at every call, which makes a decode's step two to three times slower. Where it can't multiply bf16
+    at all, see `forebay.kernels.products`.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -57,7 +59,7 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         if self._packed:
             return _packed_linear(x, self._weight, self._bias)
-        return F.linear(x, self._weight, self._bias)
+        return multiply(x, self._weight, self._bias)
 
 
 class SummedLinear(Linear):
