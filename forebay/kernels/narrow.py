@@ -51,7 +51,8 @@ def narrow(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def widen_rows(source: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """`source[rows]` for `source` [n, width] and `rows` int64 [m], in `dtype`: until this thread gathers again."""
+    """`source[rows]` for `source` [n, width] and `rows` int64 [m], in `dtype`: valid until this thread gathers
+    again."""
     if not is_narrow(source.dtype):
         plain = gather_rows(source, rows)
         return plain if plain.dtype == dtype else room(plain.numel(), dtype).view(plain.shape).copy_(plain)

@@ -71,7 +71,8 @@ def test_a_host_that_dies_takes_its_chunks_with_it_and_nothing_else(master: Mast
 
 @pytest.fixture
 def noticed_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library drops a connection without progress after 2 s: a hang is to be seen well before, on a slow machine too."""
+    """The library drops a connection without progress after 2 s: a hang is to be seen well before, also by a slow
+    machine."""
     monkeypatch.setattr(watch, "HANGS_S", 0.5)
 
 
