@@ -1,7 +1,7 @@
 """A context of a million tokens on a device pool of 64 MiB: a tiny sparse model, its rows in the store's pool.
 
-    python -m benchmarks.million DIRECTORY                      the whole of it: hours; what it will take is said first
-    python -m benchmarks.million DIRECTORY --tokens 16384       minutes
+    python -m benchmarks.million DIRECTORY                      all of it: an hour; what it will take is said first
+    python -m benchmarks.million DIRECTORY --tokens 131072      a minute
 
 All that is computed goes to the store, whose files are in DIRECTORY: end it, or kill it, and the same command goes on
 from there. The model has two layers, the second of which shares what the first one chooses: 64 positions of all; its
@@ -21,10 +21,12 @@ import httpx
 
 from forebay.testing.cluster import Cluster
 
-TOP_K, ROWS, CHUNK, VOCAB = 64, 4096, 1024, 256
-POOL_TOKENS = 12_288
-"""Tokens whose rows the device holds: a region, and the chunks that are being computed and copied."""
-PROBE = 4096
+TOP_K, ROWS, CHUNK, VOCAB = 64, 32_768, 1024, 256
+"""A step feeds ROWS / TOP_K tokens: the more, the less often all keys are gone through."""
+POOL_TOKENS = 36_864
+"""Tokens whose rows the device holds, 18 MiB: a region, and the chunks that are being computed and copied."""
+PROBE = 32_768
+"""Up to which a prompt is measured, and to twice and four times that, to say how long all of it takes."""
 TOLD_S = 20.0
 
 
@@ -57,10 +59,10 @@ def make_model(folder: Path, longest: int) -> Path:
 class Run:
     """A store, a worker and its front end, and one long request."""
 
-    def __init__(self, folder: Path, tokens: int, device_memory: str) -> None:
+    def __init__(self, folder: Path, tokens: int, device_memory: str, threads: int) -> None:
         self._prompt = prompt_of(tokens)
         self._cluster = Cluster(
-            folder, make_model(folder, 2 * max(tokens, 1 << 20)), dtype="float32", chunk_tokens=CHUNK, threads=2,
+            folder, make_model(folder, 2 * max(tokens, 1 << 20)), dtype="float32", chunk_tokens=CHUNK, threads=threads,
             memory="2GiB", device_memory=device_memory,
         )  # fmt: skip
         self._cluster.start_store()
@@ -69,7 +71,7 @@ class Run:
             extra=(
                 "--hot-buffers", "--hot-buffer-rows", str(ROWS), "--hot-buffer-pool-tokens", str(POOL_TOKENS),
                 "--index-cache-dtype", "fp8", "--max-num-batched-tokens", str(ROWS // TOP_K),
-                "--lookup-deadline", "600s",
+                "--max-num-seqs", "1", "--lookup-deadline", "600s",
             ),
         )  # fmt: skip
         self._cluster.start_frontend("front", "worker")
@@ -87,17 +89,23 @@ class Run:
         return time.monotonic() - began
 
     def estimate(self) -> str:
-        """From two short prompts: what a token costs, and what it costs more for each that stands before it. They are
-        the beginning of the long one, so where they are stored there is nothing to measure."""
-        short = self.ask(PROBE, 1) / PROBE
-        if self._cached():
-            return "going on from what is stored"
-        long = self.ask(4 * PROBE, 1)
-        long /= 4 * PROBE - self._cached()
-        growth = max(0.0, (long - short) / (2 * PROBE))  # their mean positions are so far from each other
-        fixed = max(1e-6, short - growth * PROBE / 2)
-        hours = (fixed + growth * len(self._prompt) / 2) * len(self._prompt) / 3600
-        return f"estimated: {hours:.2f} hours for {len(self._prompt):,} tokens"
+        """From the beginning of the prompt, in three parts that go on from each other: what a token costs, and what it
+        costs more for each that stands before it. Where they are stored there is nothing to measure."""
+        whole, probe = len(self._prompt), min(PROBE, len(self._prompt) // 8)
+        told: list[tuple[float, float]] = []
+        spent = self.ask(probe, 1)
+        for end in (2 * probe, 4 * probe):
+            seconds, begin = self.ask(end, 1), self._cached()
+            if end - begin < probe // 2:
+                return "going on from what is stored"
+            spent += seconds
+            told.append(((begin + end) / 2, seconds / (end - begin)))
+        (near, short), (far, long) = told
+        growth = max(0.0, (long - short) / (far - near))
+        fixed = max(0.0, short - growth * near)
+        rest = fixed * (whole - end) + growth * (whole**2 - end**2) / 2
+        minutes, gone = (spent + rest) / 60, spent / 60
+        return f"estimated: {minutes:.0f} minutes for {whole:,} tokens, {gone:.1f} of which are over"
 
     def through(self, count: int) -> None:
         """The whole prompt and `count` tokens of answer, telling how it gets on."""
@@ -109,6 +117,7 @@ class Run:
             self._tell(time.monotonic() - began)
         choice = self._answer["choices"][0]
         print(f"answer: {choice['token_ids']}; {self._cached():,} tokens of the prompt were stored")
+        print(f"took {time.monotonic() - began:,.0f} s; at most, in MiB of their own: {self._peaks}", flush=True)
 
     def _cached(self) -> int:
         """Tokens of the last prompt that were not computed."""
@@ -152,11 +161,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1 << 20, help="of the prompt")
     parser.add_argument("--answer", type=int, default=32, help="tokens to decode")
     parser.add_argument("--device-memory", default="64MiB")
+    parser.add_argument("--threads", type=int, default=1, help="that compute; more are slower on cores that others use")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    run = Run(args.folder, args.tokens, args.device_memory)
+    run = Run(args.folder, args.tokens, args.device_memory, args.threads)
     try:
-        if args.tokens > 8 * PROBE:
+        if args.tokens > PROBE:
             print(run.estimate(), flush=True)
         run.through(args.answer)
     finally:

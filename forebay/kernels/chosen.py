@@ -92,11 +92,11 @@ def best_columns(scores: Tensor, count: int) -> Tensor:
     rows, n = scores.shape
     if n <= count:
         return torch.arange(n, device=scores.device).expand(rows, n)
-    best = scores.topk(count, dim=1)
-    columns = best.indices.sort(dim=1).values
-    last = best.values[:, -1:]
+    best = scores.topk(count + 1, dim=1)
+    columns = best.indices[:, :count].sort(dim=1).values
+    last, next_best = best.values[:, count - 1 : count], best.values[:, count]
     # Where more than fit are as good as the last, topk has taken any of them.
-    tied = ((scores >= last).sum(dim=1) > count) & (last[:, 0] > -math.inf)
+    tied = (next_best == last[:, 0]) & (next_best > -math.inf)
     if bool(tied.any()):
         columns[tied] = _first_of_equals(scores[tied], last[tied], count)
     return columns

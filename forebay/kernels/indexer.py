@@ -19,19 +19,27 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.batch import BLOCK_TOKENS, Batch
-from forebay.kernels.chosen import NONE, Selection, best_columns, in_order, physical_rows, sequence_of_rows
+from forebay.kernels.best import Best
+from forebay.kernels.chosen import NONE, Selection, physical_rows, sequence_of_rows
 from forebay.kernels.dispatch import dispatch
 from forebay.kernels.scratch import gather_rows
 
 FP8_MAX = 448.0
+FP8_NAN = 0x7F
+FP16_BITS = -0x4080
+"""Those of sign, exponent and mantissa that come from FP8."""
+
 SMALLEST_SCALE = 2.0**-60
 """A key all of whose values are smaller still is zero."""
 
 KEY_BLOCKS = 256
-"""Blocks of keys that are scored at a time. What is best so far is kept from one part to the next."""
+"""Blocks of keys that are decoded at a time. What is best so far is kept from one part to the next."""
 
-SCORE_BYTES = 16 * 2**20
-"""The most that scores of all heads of a tile of queries take."""
+STRETCH = 512
+"""Keys that are scored at a time, for all rows of a tile."""
+
+SCORE_BYTES = 8 * 2**20
+"""The most that scores of all heads of a tile of queries take for a stretch, and those of all queries for a part."""
 
 
 # --- stored keys ---------------------------------------------------------------------------------------------
@@ -64,8 +72,16 @@ def scale_keys(keys: Tensor) -> Tensor:
 
 def unscale_keys(stored: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse, but for rounding: [n, dim] in `dtype` of uint8 [n, dim + 4]."""
-    values = stored[:, :-4].contiguous().view(torch.float8_e4m3fn).to(dtype)
-    return values * stored[:, -4:].contiguous().view(torch.float32).to(dtype)
+    scales = stored[:, -4:].contiguous().view(torch.float32).to(dtype)
+    if stored.device.type != "cpu":
+        return stored[:, :-4].contiguous().view(torch.float8_e4m3fn).to(dtype) * scales
+    # The bits of an FP8 number, exponent and mantissa moved to where FP16 has them, are that number times 2^-8. Torch
+    # converts FP16 several times as fast as FP8. Only what is no number would become one.
+    bits = stored[:, :-4].contiguous().view(torch.int8)
+    if len(bits) and int(bits.bitwise_and(FP8_NAN).amax()) == FP8_NAN:
+        return bits.view(torch.float8_e4m3fn).to(dtype) * scales
+    halves = bits.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(FP16_BITS).view(torch.float16)
+    return halves.to(dtype).mul_(2.0**8).mul_(scales)
 
 
 def write_keys(pool: Tensor, layer_in_group: int, slots: Tensor, keys: Tensor) -> None:
@@ -150,7 +166,8 @@ class Keys:
 def _choose(q: Tensor, weights: Tensor, keys: Keys, ends: Tensor, out: Tensor) -> None:
     """One sequence's rows, the first of which sees `ends[0]` positions, and so on: ascending."""
     longest = min(KEY_BLOCKS, len(keys.blocks)) * BLOCK_TOKENS
-    tile = max(1, SCORE_BYTES // (q.shape[1] * longest * q.element_size()))
+    widest = max(longest, q.shape[1] * min(STRETCH, longest))
+    tile = max(1, SCORE_BYTES // (widest * q.element_size()))
     for begin in range(0, len(q), tile):
         rows = slice(begin, begin + tile)
         chosen = _choose_tile(q[rows], weights[rows], keys, ends[rows], out.shape[1])
@@ -159,19 +176,45 @@ def _choose(q: Tensor, weights: Tensor, keys: Keys, ends: Tensor, out: Tensor) -
 
 def _choose_tile(q: Tensor, weights: Tensor, keys: Keys, ends: Tensor, count: int) -> Tensor:
     """int64 [r, at most count], NONE behind the last."""
-    step, last = KEY_BLOCKS * BLOCK_TOKENS, int(ends[-1])
-    scores = q.new_empty(len(q), 0)
-    positions = torch.empty(len(q), 0, dtype=torch.int64, device=q.device)
-    for first in range(0, last, step):
-        size = min(step, last - first)
-        found = index_scores(q, weights, keys.part(first)[:size])
-        at = torch.arange(first, first + size, device=q.device)
-        found.masked_fill_(at >= ends[:, None], -math.inf)
-        # What is kept comes first, and its positions ascend: so the order of columns stays that of positions.
-        scores, positions = torch.cat((scores, found), dim=1), torch.cat((positions, at.expand(len(q), -1)), dim=1)
-        columns = best_columns(scores, count)
-        scores, positions = scores.gather(1, columns), positions.gather(1, columns)
-    return in_order(scores, positions)
+    best, scorer = Best(len(q), count, q), Scorer(q, weights)
+    first_end, last = int(ends[0]), int(ends[-1])
+    for first in range(0, last, KEY_BLOCKS * BLOCK_TOKENS):
+        part = keys.part(first)[: last - first]
+        size = len(part) if best.dense(first) else STRETCH
+        for at in range(first, first + len(part), size):
+            scores = scorer.scores(part[at - first : at - first + size])
+            if at + scores.shape[1] > first_end:  # else everybody sees all of it
+                seen = torch.arange(at, at + scores.shape[1], device=q.device) < ends[:, None]
+                scores.masked_fill_(~seen, -math.inf)
+            (best.take if best.dense(first) else best.sift)(scores, at)
+    return best.positions()
+
+
+class Scorer:
+    """`index_scores` of the same queries again and again, a stretch of keys at a time, in memory that is kept: products
+    stay in the cache, and fresh memory costs more than all else."""
+
+    def __init__(self, q: Tensor, weights: Tensor) -> None:
+        self._q, self._weights = q.flatten(0, 1).contiguous(), weights[:, None].contiguous()
+        self._products, self._scores = q.new_empty(0), q.new_empty(0)
+
+    def scores(self, keys: Tensor) -> Tensor:
+        """[R, n] of `keys` [n, dim]; valid until the next call, and the caller's to change."""
+        rows, n = len(self._weights), len(keys)
+        if len(self._scores) < rows * n:
+            self._scores = self._q.new_empty(rows * n)
+        scores = self._scores[: rows * n].view(rows, 1, n)
+        for begin in range(0, n, STRETCH):
+            self._score(keys[begin : begin + STRETCH], scores[..., begin : begin + STRETCH])
+        return scores[:, 0]
+
+    def _score(self, keys: Tensor, out: Tensor) -> None:
+        rows, heads, n = len(self._weights), self._weights.shape[2], len(keys)
+        if not len(self._products):
+            self._products = self._q.new_empty(rows * heads * STRETCH)
+        products = self._products[: rows * heads * n].view(rows * heads, n)
+        torch.mm(self._q, keys.T, out=products).relu_()
+        torch.bmm(self._weights, products.view(rows, heads, n), out=out)
 
 
 # --- the oracle ----------------------------------------------------------------------------------------------

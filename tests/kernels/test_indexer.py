@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.kernels import indexer
+from forebay.kernels.best import Best
 from forebay.kernels.chosen import NONE, Selection, best_columns, in_order, resident_slots
 from forebay.kernels.indexer import (
     choose_positions,
@@ -83,10 +84,31 @@ def test_the_best_are_chosen(top_k: int) -> None:
 
 def test_parts_and_tiles_meet_without_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indexer, "KEY_BLOCKS", 2)
-    monkeypatch.setattr(indexer, "SCORE_BYTES", 3 * HEADS * 32 * 8)
+    monkeypatch.setattr(indexer, "STRETCH", 16)
+    monkeypatch.setattr(indexer, "SCORE_BYTES", 3 * HEADS * 16 * 8)
     case = make_case(MIXED, DIM)
     q, weights = queries(case.batch.num_tokens)
     assert chosen(case, q, weights, 1, 9) == as_defined(case, q, weights, 1, 9)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_long_context_is_sifted_without_a_seam(scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole numbers, whose products are exact, so that many scores are equal. All but the first part is sifted."""
+    monkeypatch.setattr(indexer, "KEY_BLOCKS", 8)
+    monkeypatch.setattr(indexer, "STRETCH", 40)
+    monkeypatch.setattr(indexer, "SCORE_BYTES", 5 * HEADS * 128 * 8)
+    monkeypatch.setattr(Best, "dense", lambda self, seen: seen == 0)
+    case = make_case([(23, 1000), (1, 700), (40, 0)], DIM + 2)
+    rng = torch.Generator().manual_seed(7)
+    whole = torch.randint(-2, 3, case.pool.shape, generator=rng).double()
+    exact = Case(case.batch, whole)
+    pool = scale_keys(whole.view(-1, DIM + 2)).view(*whole.shape[:-1], -1) if scaled else whole
+    rows = case.batch.num_tokens
+    q = torch.randint(-2, 3, (rows, HEADS, DIM + 2), generator=rng).double()
+    weights = torch.randint(-1, 3, (rows, HEADS), generator=rng).double()
+    wanted = as_defined(exact, q, weights, 1, 11)
+    assert chosen(Case(case.batch, pool), q, weights, 1, 11) == wanted
+    assert len({len(row) for row in wanted}) > 1, "some see fewer"
 
 
 def test_of_equal_scores_the_first_positions_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +182,20 @@ def test_scaled_keys_are_near_and_their_scales_are_powers_of_two(seed: int, size
     found = unscale_keys(stored, torch.float32)
     # Three bits behind the first one: half of a sixteenth, or half of the smallest step.
     assert bool(((found - keys).abs() <= torch.maximum(keys.abs() / 16, scales[:, None] * 2.0**-10)).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [2.0**-60, 1.0, 2.0**118])
+@pytest.mark.parametrize("numbers", [True, False])
+def test_all_eight_bits_are_read_as_what_they_are(numbers: bool, scale: float, dtype: torch.dtype) -> None:
+    """Two of the 256 are no numbers; keys that have neither take another way."""
+    values = torch.arange(256, dtype=torch.uint8)
+    values = values[values % 128 != 127] if numbers else values
+    scales = torch.full((len(values), 1), scale).view(torch.uint8)
+    found = unscale_keys(torch.cat((values[:, None], scales), dim=1), dtype)
+    wanted = values[:, None].view(torch.float8_e4m3fn).to(dtype) * scale
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    assert bool(found.isnan().any()) is not numbers
 
 
 def test_a_key_of_zeros_is_one() -> None:
