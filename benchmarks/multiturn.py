@@ -5,7 +5,8 @@
 Four servers of the same worker, one after the other at each point: `recompute` (no request finds anything: each has a
 salt of its own), `device` (a worker without a store), `memory` (with a store in memory), `files` (files behind it too).
 The device holds some 12 conversations, memory some 48, files some 192: sizes are made from what one conversation was
-found to take. Conversations come round robin, so once a cache is smaller than all of them, what is asked for next is
+found to take. `--small` takes a random model of 19 M parameters in the demo model's place, for CPUs on which all of it
+would take hours. Conversations come round robin, so once a cache is smaller than all of them, what is asked for next is
 what it lost. What is recomputed doesn't depend on how many there are, so that is measured with up to 32.
 
 Printed and drawn: prompt and answer tokens a second, of all turns after the first. Targets: where memory no longer
@@ -16,13 +17,15 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.made import LETTERS, small_model
 from benchmarks.report import Measure, Report, parser
 from benchmarks.serve_sides.client import Seen, ask
 from benchmarks.serve_sides.servers import Ours
@@ -38,13 +41,15 @@ COLOURS = {"recompute": "tab:gray", "device": "tab:red", "memory": "tab:orange",
 
 @dataclass(frozen=True)
 class Shape:
-    """A conversation: its first message, what each turn adds, how many turns; and how many clients there are."""
+    """A conversation: its first message, what each turn adds, how many turns; how many clients there are; and which
+    tokens it is made of."""
 
     first: int = 768
     user: int = 96
     answer: int = 8
     turns: int = 2
     clients: int = 2
+    tokens: range = range(1000, 200_000)
 
     @property
     def longest(self) -> int:
@@ -82,13 +87,23 @@ def main() -> int:
         from benchmarks.hit_rate import plot
 
         plot.check()
-    report = Report(f"multiturn: {args.model.name}, {shape.longest} tokens a conversation, {shape.turns} turns")
     with tempfile.TemporaryDirectory(prefix="forebay-multiturn-") as folder:
-        sizes = sizes_for(one_conversation(args, shape, Path(folder)), shape, holds)
-        found: dict[tuple[str, int], Ran] = {}
-        for count in counts:
-            for kind in KINDS:
-                found[kind, count] = point(args, shape, sizes, kind, count, Path(folder))
+        if args.small:
+            args.model, shape = small_model(Path(folder)), replace(shape, tokens=range(LETTERS))
+        return run(args, shape, counts, holds, Path(folder))
+
+
+def run(
+    args: argparse.Namespace, shape: Shape, counts: Sequence[int], holds: dict[str, int], folder: Path
+) -> int:
+    """All points."""
+    report = Report(f"multiturn: {args.model.name}, {shape.longest} tokens a conversation, {shape.turns} turns")
+    sizes = sizes_for(one_conversation(args, shape, folder), shape, holds)
+    found: dict[tuple[str, int], Ran] = {}
+    for count in counts:
+        for kind in KINDS:
+            found[kind, count] = ran = point(args, shape, sizes, kind, count, folder)
+            print(f"{count} conversations, {kind}: {ran.tokens_s:,.0f} tok/s, {ran.found:.0%} found", file=sys.stderr)
     tell(report, found, counts, holds)
     if args.plot is not None:
         draw(found, counts, holds, args.plot)
@@ -100,12 +115,13 @@ def options() -> argparse.Namespace:
     made = parser(__doc__ or "")
     made.formatter_class = argparse.RawDescriptionHelpFormatter
     made.add_argument("--model", type=Path, default=None, help="safetensors or GGUF (default: the demo model)")
+    made.add_argument("--small", action="store_true", help="a small model that is made for it")
     made.add_argument("--dtype", default="bfloat16")
     made.add_argument("--conversations", help="how many, with commas between")
     made.add_argument("--plot", type=Path, help="write a picture there (.png, .svg); needs matplotlib")
     made.add_argument("--quick", action="store_true", help="short conversations, few of them: to see whether it works")
     args = made.parse_args()
-    if args.model is None:
+    if args.model is None and not args.small:
         from benchmarks.ttft import demo_model
 
         args.model = demo_model()
@@ -161,7 +177,7 @@ def point(
 def converse(server: Ours, shape: Shape, count: int, *, salted: bool) -> Ran:
     """All turns of all conversations, each in turn."""
     rng = random.Random(7)
-    histories = [_some(rng, shape.first) for _ in range(count)]
+    histories = [_some(rng, shape, shape.first) for _ in range(count)]
     salts = iter(range(1 << 30))
 
     def turn(history: Sequence[int]) -> Seen:
@@ -178,13 +194,13 @@ def converse(server: Ours, shape: Shape, count: int, *, salted: bool) -> Ran:
                 took += time.perf_counter() - start
                 later += answers
             for history, answer in zip(histories, answers, strict=True):
-                history += [*answer.token_ids, *_some(rng, shape.user)]
+                history += [*answer.token_ids, *_some(rng, shape, shape.user)]
     prompts = sum(one.prompt_tokens for one in later)
     return Ran((prompts + sum(one.tokens for one in later)) / took, sum(one.cached_tokens for one in later) / prompts)
 
 
-def _some(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(1000, 200_000) for _ in range(count)]
+def _some(rng: random.Random, shape: Shape, count: int) -> list[int]:
+    return rng.choices(shape.tokens, k=count)
 
 
 def tell(report: Report, found: dict[tuple[str, int], Ran], counts: Sequence[int], holds: dict[str, int]) -> None:

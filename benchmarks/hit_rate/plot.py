@@ -26,7 +26,7 @@ def check() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise PlotError("to draw, install the package matplotlib (pip install matplotlib)") from error
+        raise PlotError("to draw, install the package matplotlib (pip install 'forebay[plot]')") from error
 
 
 def curves(measures: Sequence[Measure]) -> dict[str, list[tuple[float, float]]]:

@@ -159,7 +159,7 @@ def _plot(target: Path, info: ModelInfo, fits: Sequence[Fit]) -> None:
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise ConfigError("to draw, install the package matplotlib (pip install matplotlib)") from error
+        raise ConfigError("to draw, install the package matplotlib (pip install 'forebay[plot]')") from error
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
