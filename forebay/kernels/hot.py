@@ -32,6 +32,10 @@ from forebay.kernels.batch import BLOCK_TOKENS
 from forebay.kernels.dispatch import dispatch
 
 NONE = -1
+BLOCK_BITS, OFFSET = BLOCK_TOKENS.bit_length() - 1, BLOCK_TOKENS - 1
+"""Shifts and masks take half as long as divisions."""
+assert BLOCK_TOKENS == 1 << BLOCK_BITS
+
 SLOTS_MAX = 32768
 """Of a region: the order is kept in 16 bits."""
 
@@ -158,30 +162,41 @@ def resolve(regions: Regions, ask: Ask) -> SwapPlan:
 
 
 def _resolve_one(regions: Regions, ask: Ask, plan: SwapPlan, i: int, region: int) -> None:
-    flat = ask.selected[i].reshape(-1)
-    at = (flat >= 0).nonzero()[:, 0]
-    if not len(at):
+    selected = ask.selected[i]
+    position = selected.reshape(-1)
+    there = position >= 0
+    page, offset = position.clamp_min(0) >> BLOCK_BITS, position & OFFSET
+    block = ask.resident[i].index_select(0, page)
+    lacking, rows = (there & (block < 0)).nonzero()[:, 0], plan.rows[i].view(-1)
+    nothing_here = len(lacking) == len(position)
+    # If one row's host rows are all different, so are its positions.
+    single = nothing_here and len(selected) == 1
+    if not single:
+        _check_distinct(selected)
+    if not nothing_here:
+        rows.copy_(((block << BLOCK_BITS) | offset).masked_fill_(block < 0, NONE).masked_fill_(~there, NONE))
+        page, offset = page[lacking], offset[lacking]
+    if not len(lacking):
         return
-    _check_distinct(ask.selected[i])
-    position = flat[at]
-    page, offset = position // BLOCK_TOKENS, position % BLOCK_TOKENS
-    block = ask.resident[i][page]
-    rows = plan.rows[i].view(-1)
-    here = block >= 0
-    rows[at[here]] = block[here] * BLOCK_TOKENS + offset[here]
-    if bool(here.all()):
-        return
-    lacking, offset = at[~here], offset[~here]
-    host = ask.host[i][page[~here]]
-    known = host >= 0
+    host = ask.host[i].index_select(0, page)
     if region < 0:
-        known = torch.zeros_like(known)
-    plan.cold[i] = len(known) - int(known.sum())
-    wanted = host[known] * BLOCK_TOKENS + offset[known]
-    if len(wanted):
-        slots = _find(regions, plan, i, region, wanted)
-        blocks = regions.blocks[region]
-        rows[lacking[known]] = blocks[slots // BLOCK_TOKENS] * BLOCK_TOKENS + slots % BLOCK_TOKENS
+        host.fill_(NONE)
+    wanted, known = (host << BLOCK_BITS) | offset, host >= 0
+    if not bool(known.all()):
+        lacking, wanted, single = lacking[known], wanted[known], False
+        plan.cold[i] = len(known) - len(wanted)
+        _check_distinct(selected)
+    if not len(wanted):
+        return
+    order = _in_order(wanted)
+    if single and order.back is not None:
+        _check_distinct(selected)
+    slots = _find(regions, plan, i, region, order)
+    rows[lacking] = _rows_of_slots(regions, region, slots if order.back is None else slots[order.back])
+
+
+def _rows_of_slots(regions: Regions, region: int, slots: Tensor) -> Tensor:
+    return (regions.blocks[region][slots >> BLOCK_BITS] << BLOCK_BITS) | (slots & OFFSET)
 
 
 def _check_distinct(selected: Tensor) -> None:
@@ -190,67 +205,86 @@ def _check_distinct(selected: Tensor) -> None:
         raise ValueError("a position is selected twice in one row")
 
 
-def _find(regions: Regions, plan: SwapPlan, i: int, region: int, wanted: Tensor) -> Tensor:
-    """The slot of each host row of `wanted`, which may come up in several rows of one sequence."""
+def _find(regions: Regions, plan: SwapPlan, i: int, region: int, wanted: _Once) -> Tensor:
+    """The slot of each of `wanted.ids`."""
+    if len(wanted.ids) > regions.slots:
+        raise ValueError(f"{len(wanted.ids)} rows at once don't fit into {regions.slots} slots")
     held, order = regions.held[region], regions.order[region]
-    ids, back = _in_order(wanted)
-    if len(ids) > regions.slots:
-        raise ValueError(f"{len(ids)} rows at once don't fit into {regions.slots} slots")
     slots = order.to(torch.int64)
-    ids_of_slots = held[slots]
-    hit = torch.isin(ids_of_slots, ids)  # -1 is nobody's row
+    holds = held[slots]
+    nearest = torch.searchsorted(wanted.ordered, holds).clamp_max_(len(wanted.ordered) - 1)
+    hit = wanted.ordered[nearest] == holds  # -1 is nobody's row
     evictable, hits = slots[~hit], slots[hit]
-    found = torch.full_like(ids, NONE)
-    if len(hits):
-        known, place = ids_of_slots[hit].sort()
-        nearest = torch.searchsorted(known, ids).clamp_(max=len(known) - 1)
-        same = known[nearest] == ids
-        found[same] = hits[place[nearest[same]]]
-    missing = found < 0
-    filled = evictable[: int(missing.sum())]
-    found[missing] = filled
-    held[filled] = ids[missing]
-    order.copy_(torch.cat((evictable[len(filled) :], filled, hits)))
-    count = len(filled)
-    plan.swaps[i] = count
-    plan.sources[i, :count] = ids[missing]
-    plan.targets[i, :count] = regions.blocks[region][filled // BLOCK_TOKENS] * BLOCK_TOKENS + filled % BLOCK_TOKENS
-    return found[back]
+    found = torch.full_like(wanted.ids, NONE)
+    found[wanted.place[nearest[hit]]] = hits
+    missing = (found < 0).nonzero()[:, 0]
+    count = len(missing)
+    if count:
+        filled, sources = evictable[:count], wanted.ids[missing]
+        found[missing] = filled
+        held[filled] = sources
+        plan.swaps[i] = count
+        plan.sources[i, :count] = sources
+        plan.targets[i, :count] = _rows_of_slots(regions, region, filled)
+    order.copy_(torch.cat((evictable[count:], evictable[:count], hits)))
+    return found
 
 
-def _in_order(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Each id once, in the order of first appearance, and the place of every one among them."""
-    once, back = torch.unique(ids, return_inverse=True)
-    first = torch.full_like(once, len(ids)).scatter_reduce_(0, back, torch.arange(len(ids), device=ids.device), "amin")
-    appearance = first.argsort()
-    place = torch.empty_like(appearance)
-    place[appearance] = torch.arange(len(once), device=ids.device)
-    return once[appearance], place[back]
+@dataclass(frozen=True, slots=True, eq=False)
+class _Once:
+    """Each id once, in the order of first appearance: `ids`. `back` is the place among these of every one there was,
+    None where each is at its own. `ordered` are the ids sorted, `place` where each of these stands in `ids`."""
+
+    ids: Tensor
+    back: Tensor | None
+    ordered: Tensor
+    place: Tensor
+
+
+def _in_order(ids: Tensor) -> _Once:
+    ordered, place = ids.sort(stable=True)
+    begins = ordered[1:] != ordered[:-1]
+    if bool(begins.all()):  # as it is where a sequence has one row
+        return _Once(ids, None, ordered, place)
+    begins = torch.cat((begins.new_ones(1), begins))
+    # The sort being stable, the first of equals stands where the id appears first.
+    appears = torch.zeros_like(begins).index_fill_(0, place[begins], True)
+    number = (appears.cumsum(0) - 1)[place[begins]]
+    back = torch.empty_like(place)
+    back[place] = number[begins.cumsum(0) - 1]
+    return _Once(ids[appears], back, ordered[begins], number)
 
 
 def copy_rows(plan: SwapPlan, mirror: Mirror, pool: Tensor, layer: int) -> None:
     """Carry out a plan in one layer: its own, or one that shares its selection. Mutates `pool`. A row of a page that
     has no place becomes zeros."""
-    chosen = plan.sources >= 0
-    sources, targets = plan.sources[chosen], plan.targets[chosen]
+    if len(plan.swaps) == 1:
+        count = int(plan.swaps[0])
+        sources, targets = plan.sources[0, :count], plan.targets[0, :count]
+    else:
+        chosen = plan.sources >= 0
+        sources, targets = plan.sources[chosen], plan.targets[chosen]
     if len(sources):
         sizes = row_sizes(pool)
         rows = fetch_rows(mirror, sizes, sources, layer)
-        at = (targets // BLOCK_TOKENS * sizes.layers + layer) * BLOCK_TOKENS + targets % BLOCK_TOKENS
+        at = ((targets >> BLOCK_BITS) * sizes.layers + layer << BLOCK_BITS) + (targets & OFFSET)
         as_words(pool.view(-1).view(torch.uint8), sizes.word).view(-1, rows.shape[1]).index_copy_(0, at, rows)
 
 
 def fetch_rows(mirror: Mirror, sizes: RowSizes, sources: Tensor, layer: int) -> Tensor:
     """Rows of one layer, in words [n, words a row], out of host memory; zeros for pages that have no place."""
     words, count = as_words(mirror.memory, sizes.word), sizes.row_bytes // sizes.word
-    first = mirror.pages[sources // BLOCK_TOKENS]
-    at = (first + (layer * BLOCK_TOKENS + sources % BLOCK_TOKENS) * sizes.row_bytes) // sizes.word
-    outside = (first < 0) | (at + count > len(words))
-    if bool(outside.any()):
+    first = mirror.pages[sources >> BLOCK_BITS]
+    row = layer * BLOCK_TOKENS + (sources & OFFSET)
+    at = (first + row * sizes.row_bytes) // sizes.word
+    outside = (first < 0) | (at > len(words) - count)
+    some_outside = bool(outside.any())
+    if some_outside:
         at = at.masked_fill(outside, 0)
     # Every stretch of `count` words as a row of its own: rows begin at any word, and none is copied before it's chosen.
     stretches = words.as_strided((max(1, len(words) - count + 1), count), (1, 1))
-    return stretches.index_select(0, at).masked_fill_(outside[:, None], 0)
+    rows = stretches.index_select(0, at)
+    return rows.masked_fill_(outside[:, None], 0) if some_outside else rows
 
 
 def as_words(memory: Tensor, word: int) -> Tensor:

@@ -110,10 +110,12 @@ class HostPages:
 
     def changed(self, pages: Iterable[int]) -> set[int]:
         """Those whose bytes aren't that chunk's any more. Ask after the copy."""
-        numbers = set(pages)
-        chunks = {id(self._pages[n].chunk): self._pages[n].chunk for n in numbers if n in self._pages}
+        found = {number: self._pages.get(number) for number in pages}
+        chunks = {id(page.chunk): page.chunk for page in found.values() if page is not None}
         broken = {name for name, chunk in chunks.items() if not chunk.witness()}
-        return {n for n in numbers if n not in self._pages or id(self._pages[n].chunk) in broken}
+        if not broken and None not in found.values():
+            return set()  # as it is after nearly every step
+        return {number for number, page in found.items() if page is None or id(page.chunk) in broken}
 
     def mirror(self) -> Mirror:
         """Their memory and addresses as the resolver takes them. Valid until pages come or go."""
