@@ -40,6 +40,10 @@ class Best:
         likelier to be good than another, every run has one of the best then. The result is the same."""
         return seen < RUN * self._count
 
+    def reach(self, most: float) -> bool:
+        """Is all that is kept in every row at least `most`? Then no later position that isn't better counts."""
+        return bool((self._floor >= most).all())
+
     def take(self, scores: Tensor, first: int) -> None:
         """A part [rows, n] of scores, whose columns are positions from `first` on."""
         self._settle()

@@ -168,17 +168,22 @@ def _choose(q: Tensor, weights: Tensor, keys: Keys, ends: Tensor, out: Tensor) -
     longest = min(KEY_BLOCKS, len(keys.blocks)) * BLOCK_TOKENS
     widest = max(longest, q.shape[1] * min(STRETCH, longest))
     tile = max(1, SCORE_BYTES // (widest * q.element_size()))
-    for begin in range(0, len(q), tile):
-        rows = slice(begin, begin + tile)
-        chosen = _choose_tile(q[rows], weights[rows], keys, ends[rows], out.shape[1])
-        out[rows, : chosen.shape[1]] = chosen
+    # Without a weight above zero no score is: such rows go together, as they need nothing more after enough zeros.
+    hopeful = (weights > 0).any(dim=1)
+    for group, most in ((hopeful, math.inf), (~hopeful, 0.0)):
+        for rows in group.nonzero()[:, 0].split(tile):
+            if len(rows):
+                chosen = _choose_tile(q[rows], weights[rows], keys, ends[rows], out.shape[1], most)
+                out[rows, : chosen.shape[1]] = chosen
 
 
-def _choose_tile(q: Tensor, weights: Tensor, keys: Keys, ends: Tensor, count: int) -> Tensor:
-    """int64 [r, at most count], NONE behind the last."""
+def _choose_tile(q: Tensor, weights: Tensor, keys: Keys, ends: Tensor, count: int, most: float) -> Tensor:
+    """int64 [r, at most count], NONE behind the last. No score exceeds `most`."""
     best, scorer = Best(len(q), count, q), Scorer(q, weights)
     first_end, last = int(ends[0]), int(ends[-1])
     for first in range(0, last, KEY_BLOCKS * BLOCK_TOKENS):
+        if best.reach(most):
+            break
         part = keys.part(first)[: last - first]
         size = len(part) if best.dense(first) else STRETCH
         for at in range(first, first + len(part), size):

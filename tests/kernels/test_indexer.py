@@ -111,6 +111,25 @@ def test_a_long_context_is_sifted_without_a_seam(scaled: bool, monkeypatch: pyte
     assert len({len(row) for row in wanted}) > 1, "some see fewer"
 
 
+@pytest.mark.parametrize("zeros", [True, False])
+def test_rows_without_a_weight_above_zero_stop_at_enough_zeros(zeros: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They choose the first zeros; where there are none, the least negative of all."""
+    monkeypatch.setattr(indexer, "KEY_BLOCKS", 2)
+    read: list[int] = []
+    part = indexer.Keys.part
+    monkeypatch.setattr(indexer.Keys, "part", lambda self, first: (read.append(first), part(self, first))[1])
+    case = make_case([(6, 400)], DIM)
+    q, weights = queries(6)
+    weights[1::2] = -weights[1::2].abs()
+    weights[::2] = weights[::2].abs()
+    weights[3, 0] = 0
+    if not zeros:
+        case.pool.abs_()
+        q.abs_()
+    assert chosen(case, q, weights, 1, 9) == as_defined(case, q, weights, 1, 9)
+    assert (read.count(384), read.count(32)) == ((1, 2) if zeros else (2, 2))
+
+
 def test_of_equal_scores_the_first_positions_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indexer, "KEY_BLOCKS", 1)
     case = make_case([(4, 60)], DIM)
