@@ -154,7 +154,8 @@ def assemble(
     by_group = {s.geometry.name: p.blocks for s, p in zip(shapes, holdings.pools, strict=True)}
     pools = new_pools(model, by_group)
     if shared is not None:
-        shared.make_pools(namespace, config.model_label, by_group)
+        shape = holdings.share() if isinstance(holdings, HotHoldings) else None
+        shared.make_pools(namespace, config.model_label, by_group, shape)
     inbox: Inbox[Message] = Inbox()
     transfer = _transfer(config, namespace, shapes, pools, inbox, trace, shared)
     memory = DeviceMemory(holdings, config.chunk_tokens, transfer.push if transfer else lambda push: False)

@@ -152,9 +152,11 @@ class WorkerConfig:
             return
         if self.store is None:
             raise ConfigError("hot_buffers need a store: rows that aren't on the device are read in its pool")
-        if self.ranks > 1 or self.device != "cpu":
+        if self.device != "cpu":
+            raise ConfigError("hot_buffers are for the CPU today: leave device at cpu")
+        if self.prefill_context_parallel_size > 1:
             raise ConfigError(
-                "hot_buffers are for one rank on the CPU today: leave tensor_parallel_size at 1 and device at cpu"
+                "hot_buffers need every rank to compute every token: leave prefill_context_parallel_size at 1"
             )
         if self.hot_buffer_rows < 0 or self.hot_buffer_host_tokens < MATCH_UNIT or self.hot_buffer_deadline_s <= 0:
             raise ConfigError(

@@ -101,6 +101,10 @@ class AsyncStoreClient(PromiseCalls):
         """Ids of the extents that are mapped."""
         return self._session.pool.views.keys()
 
+    def extent(self, extent: int) -> memoryview:
+        """All bytes of a mapped extent, which stay mapped as long as somebody has this."""
+        return self._session.pool.views[extent]
+
     async def connect(self) -> None:
         """Connect, be welcomed, and map the pool. Raises StoreUnavailable or ProtocolError."""
         assert self._socket is None, "already connected"

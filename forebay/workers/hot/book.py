@@ -10,18 +10,19 @@ The numbers of regions are the rows of the resolver's tables. Owned by the engin
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
-from forebay.kernels.hot import Regions, forget_pages, forget_region, new_regions
 from forebay.kvstore.identity import MATCH_UNIT
 from forebay.scheduler.request import Request
 from forebay.workers.block_pool import GroupPool
 from forebay.workers.counters import Counters
+from forebay.workers.hot.buffers import Buffers
 from forebay.workers.hot.mirror import HostChunk, HostPages
 from forebay.workers.hot.residency import Pages
 from forebay.workers.hot.settings import HotSettings
+from forebay.workers.hot.telling import Changes
 from forebay.workers.prefix import units_of
 
 NO_REGION = -1
@@ -54,7 +55,9 @@ class HotRequest:
 
 
 class HotBook:
-    """The books of all requests with a sparse group. `release(leases)` gives leases back, later and elsewhere."""
+    """The books of all requests with a sparse group. `release(leases)` gives leases back, later and elsewhere.
+
+    `changes` is what other ranks are to be told, None if there are none."""
 
     def __init__(
         self,
@@ -66,13 +69,9 @@ class HotBook:
         device: torch.device | None = None,
     ) -> None:
         self.settings, self.pool = settings, pool
-        tables = [new_regions(settings.regions, settings.rows, device) for _ in settings.sharers]
-        # Layers that choose for themselves have slots of their own in the same blocks.
-        self._regions = {
-            leader: replace(regions, blocks=tables[0].blocks)
-            for leader, regions in zip(settings.sharers, tables, strict=True)
-        }
-        self.host = HostPages(granule_bytes, host_pages, self._gone)
+        self.buffers = Buffers(settings.sharers, settings.regions, settings.rows, device)
+        self.host = HostPages(granule_bytes, host_pages, self._gone, self._new)
+        self.changes: Changes | None = None
         self.counters = Counters()
         self._release = release
         self._requests: dict[Hashable, HotRequest] = {}
@@ -80,10 +79,6 @@ class HotBook:
         self._lent: dict[bytes, dict[Hashable, int]] = {}
         self._admissions = 0
         self._leases: dict[int, int] = {}
-
-    def regions(self, leader: int) -> Regions:
-        """The slots of all regions in a layer that chooses, and in those that share its choice."""
-        return self._regions[leader]
 
     # --- requests ----------------------------------------------------------------------------------------
 
@@ -125,9 +120,9 @@ class HotBook:
         request = self._requests[key]
         assert not request.hot and len(blocks) == self.settings.blocks, (key, len(blocks))
         request.region, request.blocks = self._free.pop(), list(blocks)
-        for regions in self._regions.values():
-            forget_region(regions, request.region)
-            regions.blocks[request.region] = torch.tensor(request.blocks, dtype=torch.int64)
+        self.buffers.open(request.region, request.blocks)
+        if self.changes is not None:
+            self.changes.open(request.region, request.blocks)
         request.request.step_tokens = self.settings.step_tokens
         self.counters.add("hot.regions_opened")
 
@@ -265,8 +260,14 @@ class HotBook:
     # --- host memory -------------------------------------------------------------------------------------
 
     def _gone(self, pages: Sequence[int]) -> None:
-        for regions in self._regions.values():
-            forget_pages(regions, torch.tensor(list(pages), dtype=torch.int64, device=regions.held.device))
+        self.buffers.forget(pages)
+        if self.changes is not None:
+            self.changes.end(pages)
+
+    def _new(self, page: int, chunk: HostChunk, unit: int) -> None:
+        if self.changes is not None:
+            assert chunk.place is not None, "other ranks couldn't find it"
+            self.changes.arrive(page, unit, chunk.place)
 
     def _let_go_of_host(self, request: HotRequest) -> None:
         self.host.drop(int(page) for page in request.pages.host if page >= 0)

@@ -27,6 +27,7 @@ from forebay.workers.holdings import Holding, Holdings, PoolListener
 from forebay.workers.hot.book import HotBook
 from forebay.workers.hot.resolving import Stay, StepResolver
 from forebay.workers.hot.settings import HotSettings
+from forebay.workers.hot.telling import Changes, HotShape
 from forebay.workers.moves import AskRoom, Pull, Pulled, Pushed, RoomGiven
 from forebay.workers.prefix import DevicePrefix, GroupShape, device_prefix, units_of
 
@@ -52,6 +53,12 @@ class HotHoldings(Holdings):
         self._asks: list[AskRoom] = []
         geometry = shapes[settings.group].geometry
         self.book = HotBook(settings, self.pools[settings.group], geometry.granule_bytes, host_pages, release)
+
+    def share(self) -> HotShape:
+        """From now on note what other ranks are to be told. What they have to have for that."""
+        self.book.changes = Changes()
+        settings, geometry = self.book.settings, self.shapes[self._sparse].geometry
+        return HotShape(geometry.name, settings.regions, settings.rows, dict(settings.sharers), geometry.granule_bytes)
 
     def fits(self, tokens: int) -> bool:
         """See `Holdings.fits`."""
@@ -231,7 +238,7 @@ class HotHoldings(Holdings):
             self.book.counters.add(f"hot.steps_{pages.residency}")
             stays.append(Stay(key, self.book.of(key).region, pages.resident, pages.host))
         self.book.counters.add("hot.steps")
-        return StepResolver(self.book, stays, pools[self.shapes[self._sparse].geometry.name])
+        return StepResolver(self.book, stays, pools[self.shapes[self._sparse].geometry.name], self.book.changes)
 
     # --- who gives way ---------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from forebay.kvstore.identity import MATCH_UNIT
 from forebay.kvstore.protocol import ChunkRead, NewChunk, Slot
 from forebay.tiers.base import Query
 from forebay.workers.hot.mirror import HostChunk
+from forebay.workers.hot.telling import ChunkPlace
 
 LEASE_MS = 120_000
 """How long a lease lasts that nobody renews: as long as a worker may be stopped without losing its rows."""
@@ -52,8 +53,9 @@ async def verified(client: AsyncStoreClient, chunk: ChunkRead, granule_bytes: in
 def host_chunk(client: AsyncStoreClient, chunk: ChunkRead, lease: int, shares: int, upto: int) -> HostChunk:
     """A verified chunk, as far as position `upto`."""
     tokens = min(chunk.tokens, upto - chunk.start) // MATCH_UNIT * MATCH_UNIT
+    place = ChunkPlace(client.boot, chunk.extent, chunk.slot_offset, chunk.payload_offset, chunk.generation)
     return HostChunk(
-        chunk.group, chunk.start, tokens, client.payload(chunk), lease, shares, client.witness(chunk)
+        chunk.group, chunk.start, tokens, client.payload(chunk), lease, shares, client.witness(chunk), place
     )
 
 

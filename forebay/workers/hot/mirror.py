@@ -13,22 +13,33 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from forebay.kernels.hot import Mirror
+from forebay.workers.hot.telling import ChunkPlace
 
 NONE = -1
+
+
+class InPlace(Protocol):
+    """A chunk in the store's pool that is read where it lies. `payload` is its bytes; they stay mapped as long as
+    somebody has this. `witness` says whether they are still that chunk's."""
+
+    @property
+    def payload(self) -> memoryview: ...
+
+    @property
+    def witness(self) -> Callable[[], bool]: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostChunk:
     """The front of a chunk in the store's pool, verified and pinned under `lease`, which `shares` of these are under
-    (0: with the room that its request has).
-    `payload` is its bytes; they stay mapped as long as somebody has this. `witness` says whether they are still that
-    chunk's."""
+    (0: with the room that its request has). See `InPlace`; `place` is where other ranks find it, if there are any."""
 
     group: int
     start: int
@@ -37,27 +48,15 @@ class HostChunk:
     lease: int
     shares: int
     witness: Callable[[], bool]
-
-
-@dataclass(slots=True, eq=False)
-class _HostPage:
-    address: int
-    users: int
-    chunk: HostChunk
+    place: ChunkPlace | None = None
 
 
 @dataclass(slots=True)
-class HostPages:
-    """Host pages of one group. `granule_bytes` is the size of one; `most` caps how many there are at a time.
-
-    `on_gone(pages)` is called when numbers stand for nothing any more."""
+class Places:
+    """Where each host page lies in this process's memory, by number. `granule_bytes` is the size of one."""
 
     granule_bytes: int
-    most: int
-    on_gone: Callable[[Sequence[int]], None]
-    _pages: dict[int, _HostPage] = field(default_factory=dict)
-    _by_address: dict[int, int] = field(default_factory=dict)
-    _free: list[int] = field(default_factory=list)
+    _chunks: dict[int, InPlace] = field(default_factory=dict)
     _addresses: np.ndarray[tuple[int], np.dtype[np.int64]] = field(
         default_factory=lambda: np.full(256, NONE, dtype=np.int64)
     )
@@ -67,30 +66,108 @@ class HostPages:
     _span: tuple[int, int, Tensor] | None = None
 
     def __len__(self) -> int:
+        """Pages that lie somewhere."""
+        return len(self._chunks)
+
+    def address(self, chunk: InPlace, unit: int) -> int:
+        """Of a chunk's granule `unit`."""
+        assert (unit + 1) * self.granule_bytes <= chunk.payload.nbytes, (unit, chunk.payload.nbytes)
+        return _address(chunk.payload) + unit * self.granule_bytes
+
+    def put(self, number: int, chunk: InPlace, unit: int) -> None:
+        """A number stands for a chunk's granule `unit`."""
+        address = self.address(chunk, unit)
+        self.name(number)
+        self._chunks[number], self._addresses[number] = chunk, address
+        self._low = min(self._low or address, address)
+        self._high = max(self._high, address + self.granule_bytes)
+        self._made = None
+
+    def name(self, number: int) -> None:
+        """A number may come up from now on, though it lie nowhere: its rows are zeros then, and have `changed`."""
+        while number >= len(self._addresses):
+            self._addresses = np.concatenate((self._addresses, np.full_like(self._addresses, NONE)))
+            self._made = None
+
+    def renew(self, number: int, chunk: InPlace) -> None:
+        """The same granule by another lease."""
+        self._chunks[number] = chunk
+
+    def remove(self, numbers: Iterable[int]) -> None:
+        """These stand for nothing any more; some may not have before."""
+        for number in numbers:
+            if self._chunks.pop(number, None) is not None:
+                self._addresses[number] = NONE
+                self._made = None
+
+    def changed(self, pages: Iterable[int]) -> set[int]:
+        """Those whose bytes aren't that chunk's any more. Ask after the copy."""
+        found = {number: self._chunks.get(number) for number in pages}
+        chunks = {id(chunk): chunk for chunk in found.values() if chunk is not None}
+        broken = {name for name, chunk in chunks.items() if not chunk.witness()}
+        if not broken and None not in found.values():
+            return set()  # as it is after nearly every step
+        return {number for number, chunk in found.items() if chunk is None or id(chunk) in broken}
+
+    def mirror(self) -> Mirror:
+        """Their memory and addresses as the resolver takes them. Valid until pages come or go."""
+        if self._made is None:
+            first = np.where(self._addresses == NONE, NONE, self._addresses - self._low)
+            nothing = torch.zeros(self.granule_bytes, dtype=torch.uint8)
+            self._made = Mirror(self._memory() if self._chunks else nothing, torch.from_numpy(first))
+        return self._made
+
+    def _memory(self) -> Tensor:
+        """All bytes from the lowest address to the highest, most of which may not exist: nothing is read but what pages
+        name."""
+        if self._span is None or self._span[:2] != (self._low, self._high):
+            room = (ctypes.c_uint8 * (self._high - self._low)).from_address(self._low)
+            self._span = (self._low, self._high, torch.from_numpy(np.ctypeslib.as_array(room)))
+        return self._span[2]
+
+
+@dataclass(slots=True, eq=False)
+class _HostPage:
+    address: int
+    users: int
+
+
+class HostPages:
+    """Host pages of one group, and who uses them. `most` caps how many there are at a time.
+
+    `on_gone(pages)` is called when numbers stand for nothing any more, `on_new` when one stands for a chunk's granule.
+    """
+
+    def __init__(
+        self, granule_bytes: int, most: int, on_gone: Callable[[Sequence[int]], None],
+        on_new: Callable[[int, HostChunk, int], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.most, self._on_gone, self._on_new = most, on_gone, on_new
+        self.places = Places(granule_bytes)
+        self._pages: dict[int, _HostPage] = {}
+        self._by_address: dict[int, int] = {}
+        self._free: list[int] = []
+
+    def __len__(self) -> int:
         """Pages in use."""
         return len(self._pages)
 
     def add(self, chunk: HostChunk, unit: int) -> int | None:
         """One more user of a chunk's granule `unit`; returns its page. None: there are `most` already."""
-        address = _address(chunk.payload) + unit * self.granule_bytes
-        assert (unit + 1) * self.granule_bytes <= chunk.payload.nbytes, (unit, chunk.payload.nbytes)
+        address = self.places.address(chunk, unit)
         known = self._by_address.get(address)
         if known is not None:
-            page = self._pages[known]
-            page.users += 1
-            page.chunk = chunk  # the newest lease lasts longest
+            self._pages[known].users += 1
+            self.places.renew(known, chunk)  # the newest lease lasts longest
             return known
         if len(self._pages) >= self.most:
             return None
         number = self._free.pop() if self._free else len(self._pages)
-        self._made = None
-        if number >= len(self._addresses):
-            self._addresses = np.concatenate((self._addresses, np.full_like(self._addresses, NONE)))
-        self._pages[number] = _HostPage(address, 1, chunk)
+        self._pages[number] = _HostPage(address, 1)
         self._by_address[address] = number
-        self._addresses[number] = address
-        self._low = min(self._low or address, address)
-        self._high = max(self._high, address + self.granule_bytes)
+        self.places.put(number, chunk, unit)
+        if self._on_new is not None:
+            self._on_new(number, chunk, unit)
         return number
 
     def drop(self, pages: Iterable[int]) -> None:
@@ -101,38 +178,19 @@ class HostPages:
             page.users -= 1
             if page.users == 0:
                 del self._pages[number], self._by_address[page.address]
-                self._addresses[number] = NONE
                 gone.append(number)
         if gone:
-            self._made = None
+            self.places.remove(gone)
             self._free += gone
-            self.on_gone(gone)
+            self._on_gone(gone)
 
     def changed(self, pages: Iterable[int]) -> set[int]:
-        """Those whose bytes aren't that chunk's any more. Ask after the copy."""
-        found = {number: self._pages.get(number) for number in pages}
-        chunks = {id(page.chunk): page.chunk for page in found.values() if page is not None}
-        broken = {name for name, chunk in chunks.items() if not chunk.witness()}
-        if not broken and None not in found.values():
-            return set()  # as it is after nearly every step
-        return {number for number, page in found.items() if page is None or id(page.chunk) in broken}
+        """See `Places`."""
+        return self.places.changed(pages)
 
     def mirror(self) -> Mirror:
-        """Their memory and addresses as the resolver takes them. Valid until pages come or go."""
-        if not self._pages:
-            return Mirror(torch.zeros(0, dtype=torch.uint8), torch.full((1,), NONE, dtype=torch.int64))
-        if self._made is None:
-            first = np.where(self._addresses == NONE, NONE, self._addresses - self._low)
-            self._made = Mirror(self._memory(), torch.from_numpy(first))
-        return self._made
-
-    def _memory(self) -> Tensor:
-        """All bytes from the lowest address to the highest, most of which may not exist: nothing is read but what pages
-        name."""
-        if self._span is None or self._span[:2] != (self._low, self._high):
-            room = (ctypes.c_uint8 * (self._high - self._low)).from_address(self._low)
-            self._span = (self._low, self._high, torch.from_numpy(np.ctypeslib.as_array(room)))
-        return self._span[2]
+        """See `Places`."""
+        return self.places.mirror()
 
 
 def _address(memory: memoryview) -> int:

@@ -6,17 +6,42 @@ resolver: all that feed one token together, those that feed more each for itself
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+import xxhash
 from torch import Tensor
 
 from forebay.kernels.batch import BLOCK_TOKENS, Batch
 from forebay.kernels.chosen import Selection
 from forebay.kernels.hot import Ask, Mirror, SwapPlan, replay, resolve_and_copy
-from forebay.workers.hot.book import HotBook
+from forebay.workers.counters import Counters
+from forebay.workers.hot.buffers import Buffers
 from forebay.workers.hot.residency import Ints, joined
+from forebay.workers.hot.telling import Changes, HotDone, HotStep
+
+
+class HostRows(Protocol):
+    """See `Places`."""
+
+    def mirror(self) -> Mirror: ...
+
+    def changed(self, pages: Iterable[int]) -> set[int]: ...
+
+
+class RankBook(Protocol):
+    """What one rank has: its hot buffers, and where the rows are that it copies into them."""
+
+    @property
+    def buffers(self) -> Buffers: ...
+
+    @property
+    def host(self) -> HostRows: ...
+
+    @property
+    def counters(self) -> Counters: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +63,13 @@ class _Part:
 
 
 class StepResolver:
-    """A `RowResolver` for one forward pass over one pool. Mutates the book's regions, and the pool."""
+    """A `RowResolver` for one forward pass over one pool. Mutates the book's regions, and the pool. `told` is what
+    other ranks are to hear before they do the same, if there are any: it takes all `changes`."""
 
-    def __init__(self, book: HotBook, stays: Sequence[Stay], pool: Tensor) -> None:
+    def __init__(self, book: RankBook, stays: Sequence[Stay], pool: Tensor, changes: Changes | None = None) -> None:
         self._book, self._stays, self._pool = book, tuple(stays), pool
+        self.told = None if changes is None else tell(self._stays, changes)
+        self._elsewhere: set[int] = set()
         device = pool.device
         self._regions = torch.tensor([stay.region for stay in stays], dtype=torch.int64, device=device)
         self._resident = torch.from_numpy(joined([stay.resident for stay in stays])).to(device)
@@ -61,7 +89,7 @@ class StepResolver:
         slots = torch.where((positions >= 0) & (block >= 0), block * BLOCK_TOKENS + offset, -1)
         self._catch_up()
         self._leader, self._parts = leader, []
-        self._behind = set(self._book.settings.sharers[leader]) - {leader}
+        self._behind = set(self._book.buffers.sharers[leader]) - {leader}
         self._book.counters.add("hot.rows", int((positions >= 0).sum()))
         of_sequence = sequences.tolist()
         rows_of = {s: [r for r, owner in enumerate(of_sequence) if owner == s] for s in dict.fromkeys(of_sequence)}
@@ -78,7 +106,7 @@ class StepResolver:
         at = torch.tensor(sequences, device=positions.device)
         selected = positions.view(len(sequences), -1, positions.shape[1])
         ask = Ask(selected, self._regions[at], self._resident[at], self._host[at])
-        plan = resolve_and_copy(self._book.regions(leader), ask, self._mirror, self._pool, leader)
+        plan = resolve_and_copy(self._book.buffers.of(leader), ask, self._mirror, self._pool, leader)
         part = _Part(tuple(sequences), plan)
         self._parts.append(part)
         self._all.append(part)
@@ -101,19 +129,55 @@ class StepResolver:
         self._behind.clear()
 
     def void(self) -> list[Hashable]:
-        """After the step: requests that have read what was nowhere, or what wasn't theirs any more."""
+        """After the step: requests that have read what was nowhere, or what wasn't theirs any more, on whatever
+        rank."""
+        return [self._stays[at].key for at in sorted(self._elsewhere | set(self.wrong()))]
+
+    def wrong(self) -> list[int]:
+        """The same on this rank, by their places in the step. Once."""
         self._catch_up()
-        wrong: dict[Hashable, None] = {}
+        wrong: dict[int, None] = {}
         for part in self._all:
             self._book.counters.add("hot.misses", int(part.plan.swaps.sum()))
             for place, sequence in enumerate(part.sequences):
-                stay = self._stays[sequence]
                 count = int(part.plan.swaps[place])
                 pages = set((part.plan.sources[place, :count] // BLOCK_TOKENS).tolist())
                 if int(part.plan.cold[place]):
                     self._book.counters.add("hot.rows_cold", int(part.plan.cold[place]))
-                    wrong[stay.key] = None
+                    wrong[sequence] = None
                 elif self._book.host.changed(pages):
                     self._book.counters.add("hot.rows_changed")
-                    wrong[stay.key] = None
+                    wrong[sequence] = None
         return list(wrong)
+
+    # --- with other ranks --------------------------------------------------------------------------------
+
+    def misses(self) -> int:
+        """Rows that were copied for the layers that chose."""
+        return sum(int(part.plan.swaps.sum()) for part in self._all)
+
+    def decisions(self) -> int:
+        """What was copied from where to where, as a number: equal on ranks that have done the same."""
+        digest = xxhash.xxh3_64()
+        for part in self._all:
+            for made in (part.plan.swaps, part.plan.cold, part.plan.sources, part.plan.targets):
+                digest.update(made.cpu().numpy().tobytes())
+        return digest.intdigest()
+
+    def hear(self, everybody: Sequence[HotDone]) -> None:
+        """The other ranks are through with the same step. Before `void`, which is decided once for all of them."""
+        counters, decisions = self._book.counters, self.decisions()
+        for heard in everybody:
+            counters.add("hot.misses_elsewhere", heard.misses)
+            counters.add("hot.ranks_parted", heard.decisions != decisions)
+            counters.add("hot.void_elsewhere", len(heard.void))
+            self._elsewhere |= set(heard.void)
+
+
+def tell(stays: Sequence[Stay], changes: Changes) -> HotStep:
+    """What another rank has to know before it takes the same step. Takes all `changes`."""
+    resident, host = (joined(rows) for rows in ([s.resident for s in stays], [s.host for s in stays]))
+    assert max(resident.max(initial=0), host.max(initial=0)) < 2**31, "numbers of blocks and host pages have 32 bits"
+    opened, gone, arrived = changes.take()
+    regions = [stay.region for stay in stays]
+    return HotStep(regions, resident.astype("<i4").tobytes(), host.astype("<i4").tobytes(), opened, gone, arrived)

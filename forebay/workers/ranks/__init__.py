@@ -7,6 +7,7 @@
     tensors  rank 0 <--sums, logits--> rank r              torch.distributed: gloo on CPUs, NCCL on GPUs
     moves    rank 0 <--what to copy--> rank r              a socket pair; msgpack; used by the transfer thread
     bytes    rank r <--its slices--> the store's pool      each rank has mapped it
+    rows     rank r <--one by one--- the store's pool      with hot buffers; the step says where, the rank answers it
 
 Rank 0 decides everything, in plans that name blocks by number; the same number is the same block on every rank. Nothing
 is ever unpickled, nobody else can open a socket pair, and tensors stay on loopback.

@@ -12,7 +12,7 @@ from forebay.kvstore.identity import Namespace
 from forebay.kvstore.layout import Shard
 from forebay.workers.ranks.crew import Crew
 from forebay.workers.ranks.errors import RankLost
-from forebay.workers.ranks.messages import Attach, Detach, Done, Place
+from forebay.workers.ranks.messages import Attach, Detach, Done, Place, See
 
 GROUP_BYTES = 16
 
@@ -39,6 +39,12 @@ class LeadClient(AsyncStoreClient):
         self._attached = True
         self.agreed(self._crew.order(Attach(self._address, self._group, self.boot)))
         return known
+
+    async def map_extents(self) -> None:
+        """As the base's, and the same for every rank: what this one may name the others can find."""
+        await super().map_extents()
+        if self._attached:
+            self.agreed(self._crew.order(See()))
 
     async def close(self) -> None:
         """End every rank's connection."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from forebay.errors import ResourceError
 from forebay.parent import PARENT_VARIABLE
+from forebay.workers.hot.telling import HotDone
 from forebay.workers.parts import how_it_ended
 from forebay.workers.ranks.channel import Channel
 from forebay.workers.ranks.errors import RankLost, RankNotStarted
@@ -27,7 +28,7 @@ from forebay.workers.ranks.messages import (
     ORDERS,
     TO_FOLLOWER,
     Done,
-    Loaded,
+    FromFollower,
     Order,
     Start,
     ToFollower,
@@ -44,7 +45,7 @@ class _Other:
 
     rank: int
     process: subprocess.Popen[bytes]
-    steps: Channel[ToFollower, Loaded]
+    steps: Channel[ToFollower, FromFollower]
     moves: Channel[Order, Done]
     pidfd: int = -1
 
@@ -158,6 +159,18 @@ class Crew:
             self.tell(message)
         except RankLost as error:
             raise self._lose(str(error)) from error
+
+    def hot_done(self) -> list[HotDone]:
+        """Of a step that was answered, every rank's answer. Blocks until all are through with it. Raises RankLost."""
+        answers = []
+        try:
+            for other in self._others:
+                answer = other.steps.receive(self.patience_s)
+                assert isinstance(answer, HotDone), answer
+                answers.append(answer)
+        except RankLost as error:
+            raise self._lose(str(error)) from error
+        return answers
 
     # --- the transfer thread -------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from forebay.errors import ForebayError
 from forebay.kvstore.identity import decode_namespace
 from forebay.models.base import CausalLM
 from forebay.models.loading import load_model
+from forebay.workers.hot.following import FollowingBook, done
 from forebay.workers.ranks.channel import Channel
 from forebay.workers.ranks.errors import RankLost
 from forebay.workers.ranks.group import ProcessRanks
@@ -31,6 +33,7 @@ from forebay.workers.ranks.messages import (
     ORDERS,
     TO_FOLLOWER,
     Done,
+    FromFollower,
     Loaded,
     Meet,
     Order,
@@ -52,7 +55,7 @@ def run_follower(steps_fd: int, moves_fd: int) -> int:
     """Serve until rank 0 ends; returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    steps: Channel[Loaded, ToFollower] = Channel(_socket(steps_fd), FROM_FOLLOWER, TO_FOLLOWER, RANK0)
+    steps: Channel[FromFollower, ToFollower] = Channel(_socket(steps_fd), FROM_FOLLOWER, TO_FOLLOWER, RANK0)
     moves: Channel[Done, Order] = Channel(_socket(moves_fd), ANSWERS, ORDERS, RANK0)
     start = steps.receive()
     assert isinstance(start, Start), start
@@ -76,7 +79,7 @@ def _socket(descriptor: int) -> socket.socket:
     return socket.socket(fileno=descriptor)
 
 
-def _serve(start: Start, steps: Channel[Loaded, ToFollower], moves: Channel[Done, Order]) -> None:
+def _serve(start: Start, steps: Channel[FromFollower, ToFollower], moves: Channel[Done, Order]) -> None:
     """Ends by RankLost, when rank 0 closes its ends."""
     torch.set_num_threads(start.threads)
     ranks, device = ProcessRanks(start.rank, start.parallel.size, start.parallel), torch.device(start.device)
@@ -96,12 +99,13 @@ def _serve(start: Start, steps: Channel[Loaded, ToFollower], moves: Channel[Done
     progress, namespace = Progress(), decode_namespace(asked.namespace)
     shard = rank_shard(namespace, start.rank, start.parallel)
     follower = Follower(namespace, asked.label, shard, pools, progress, start.patience_s)
+    hot = None if asked.hot is None else FollowingBook(asked.hot, lambda: follower.mapped, device)
     threading.Thread(target=_copy, args=(follower, moves), name="copies", daemon=True).start()
     steps.send(Loaded())
-    _compute(model, pools, steps, progress)
+    _compute(model, pools, steps, progress, hot)
 
 
-def _expect(steps: Channel[Loaded, ToFollower], kind: type[Pools] | type[Meet]) -> Pools:
+def _expect(steps: Channel[FromFollower, ToFollower], kind: type[Pools] | type[Meet]) -> Pools:
     message = steps.receive()
     assert isinstance(message, kind), message
     return message  # type: ignore[return-value]
@@ -118,13 +122,18 @@ def _copy(follower: Follower, moves: Channel[Done, Order]) -> None:
 
 
 def _compute(
-    model: CausalLM, pools: dict[str, torch.Tensor], steps: Channel[Loaded, ToFollower], progress: Progress
-) -> None:
+    model: CausalLM, pools: dict[str, torch.Tensor], steps: Channel[FromFollower, ToFollower], progress: Progress,
+    hot: FollowingBook | None,
+) -> None:  # fmt: skip
     while True:
         step = steps.receive()
         assert isinstance(step, Step), step
+        resolver = None if hot is None or step.hot is None else hot.begin(step.hot, pools)
         with torch.inference_mode():
-            model.forward(unpack_step(step, model.device), pools)
+            model.forward(replace(unpack_step(step, model.device), resolver=resolver), pools)
+        answer = None if resolver is None else done(resolver)
         if model.device.type == "cuda":
             torch.cuda.synchronize(model.device)
         progress.advance()
+        if answer is not None:
+            steps.send(answer)

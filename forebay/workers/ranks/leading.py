@@ -21,6 +21,8 @@ from forebay.models.traffic import Traffic
 from forebay.workers.checkpoint import Checkpoint, find_checkpoint, fingerprint, load_found
 from forebay.workers.compute import ComputeThread
 from forebay.workers.config import WorkerConfig
+from forebay.workers.hot.resolving import StepResolver
+from forebay.workers.hot.telling import HotShape
 from forebay.workers.prefix import GroupShape
 from forebay.workers.ranks.client import LeadClient
 from forebay.workers.ranks.copying import LeadCopier
@@ -54,11 +56,15 @@ class LeadingModel(CausalLM):
         return self._model.new_pools(num_blocks)
 
     def forward(self, batch: Batch, kv: Mapping[str, Tensor]) -> Tensor:
-        """See `CausalLM`. When it returns, this rank is through with the step; others may be in its last layer yet."""
-        self._crew.step(pack_step(batch))
+        """See `CausalLM`. When it returns, this rank is through with the step; others may be in its last layer yet,
+        unless rows were read in the store's pool: then all are."""
+        step = pack_step(batch)
+        self._crew.step(step)
         logits = self._model.forward(move_batch(batch, self._model.device), kv)
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
+        if step.hot is not None and isinstance(batch.resolver, StepResolver):
+            batch.resolver.hear(self._crew.hot_done())
         self._crew.progress.advance()
         return logits
 
@@ -74,9 +80,11 @@ class Shared:
     parallel: Parallel
     traffic: Traffic
 
-    def make_pools(self, namespace: Namespace, label: str, blocks: Mapping[str, int]) -> None:
-        """Have the other ranks make their KV pools. Blocks until they have. Raises RankLost."""
-        self.crew.tell(Pools(encode_namespace(namespace), label, dict(blocks)))
+    def make_pools(
+        self, namespace: Namespace, label: str, blocks: Mapping[str, int], hot: HotShape | None = None
+    ) -> None:
+        """Have the other ranks make their KV pools, and hot buffers. Blocks until they have. Raises RankLost."""
+        self.crew.tell(Pools(encode_namespace(namespace), label, dict(blocks), hot))
         self.crew.until_loaded()
 
     def doors(

@@ -8,9 +8,11 @@ from forebay.ipc.framing import Codec
 from forebay.kvstore.protocol import NewChunk
 from forebay.models.loading import IndexKeys
 from forebay.models.parallel import Parallel
+from forebay.workers.hot.telling import HotDone, HotShape, HotStep
 
-FRAME_BYTES_MAX = 256 << 20
-"""A step's block tables are its largest part: 256 requests of a million tokens have 64 MiB of them."""
+FRAME_BYTES_MAX = 512 << 20
+"""A step's tables are its largest part: for each group, and twice for one with hot buffers, 256 requests of a million
+tokens have 64 MiB of them."""
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
@@ -38,11 +40,13 @@ class Meet(msgspec.Struct, tag=True, frozen=True):
 
 
 class Pools(msgspec.Struct, tag=True, frozen=True):
-    """Make the KV pools, of so many blocks by group. `namespace` is encoded; `label` is the model's name."""
+    """Make the KV pools, of so many blocks by group, and hot buffers if there are to be any. `namespace` is encoded;
+    `label` is the model's name."""
 
     namespace: bytes
     label: str
     blocks: dict[str, int]
+    hot: HotShape | None = None
 
 
 class Table(msgspec.Struct, frozen=True, array_like=True):
@@ -54,12 +58,13 @@ class Table(msgspec.Struct, frozen=True, array_like=True):
 
 class Step(msgspec.Struct, tag=True, frozen=True):
     """Compute this batch. `tokens` i64 LE and `rows`, those whose logits are wanted, i64 LE; of each sequence how many
-    tokens are new, and how many there were."""
+    tokens are new, and how many there were. One with `hot` is answered (`HotDone`)."""
 
     tokens: bytes
     rows: bytes
     spans: list[tuple[int, int]]
     groups: dict[str, Table]
+    hot: HotStep | None = None
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
@@ -81,6 +86,10 @@ class Attach(msgspec.Struct, tag=True, frozen=True):
 
 class Detach(msgspec.Struct, tag=True, frozen=True):
     """End the connection, if there is one."""
+
+
+class See(msgspec.Struct, tag=True, frozen=True):
+    """Map what the store's pool has been extended by: from now on steps may name what lies there."""
 
 
 class Load(msgspec.Struct, tag=True, frozen=True):
@@ -126,9 +135,10 @@ class Done(msgspec.Struct, tag=True, frozen=True):
 
 
 ToFollower = Start | Meet | Pools | Step
-Order = Attach | Detach | Load | Share | Fill | Finish
+FromFollower = Loaded | HotDone
+Order = Attach | Detach | See | Load | Share | Fill | Finish
 
 TO_FOLLOWER: Codec[ToFollower] = Codec(ToFollower, FRAME_BYTES_MAX)
-FROM_FOLLOWER: Codec[Loaded] = Codec(Loaded)
+FROM_FOLLOWER: Codec[FromFollower] = Codec(FromFollower)
 ORDERS: Codec[Order] = Codec(Order, FRAME_BYTES_MAX)
 ANSWERS: Codec[Done] = Codec(Done)

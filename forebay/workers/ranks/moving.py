@@ -22,9 +22,10 @@ from forebay.kvstore.identity import GroupGeometry, Namespace
 from forebay.kvstore.layout import Shard, View
 from forebay.kvstore.protocol import Slot, Written
 from forebay.models.parallel import Parallel
+from forebay.workers.hot.following import Mapped
 from forebay.workers.pushing import ANSWER_S
 from forebay.workers.ranks.channel import Channel
-from forebay.workers.ranks.messages import Attach, Detach, Done, Fill, Finish, Load, Order, Place, Share
+from forebay.workers.ranks.messages import Attach, Detach, Done, Fill, Finish, Load, Order, Place, See, Share
 from forebay.workers.ranks.progress import Progress
 from forebay.workers.ranks.slices import Slices
 
@@ -60,7 +61,8 @@ def slices_of(namespace: Namespace, pools: Mapping[str, Tensor], shard: Shard) -
 
 class Follower:
     """Carries out rank 0's orders. `run` is its thread's body; it ends when rank 0 closes the channel (RankLost). The
-    step that an order waits for may take `patience_s`."""
+    step that an order waits for may take `patience_s`. `mapped` is what of the store's pool can be read in place; any
+    thread may ask."""
 
     def __init__(
         self, namespace: Namespace, label: str, shard: Shard, pools: Mapping[str, Tensor], progress: Progress,
@@ -72,6 +74,7 @@ class Follower:
         self._loop = asyncio.new_event_loop()
         self._client: AsyncStoreClient | None = None
         self._parts: list[_Part] = []
+        self.mapped = Mapped()
 
     def run(self, channel: Channel[Done, Order]) -> None:
         """Serve orders. Raises RankLost."""
@@ -92,6 +95,8 @@ class Follower:
                 self._attach(order)
             case Detach():
                 self._detach()
+            case See():
+                self._see()
             case Load():
                 self.progress.wait(order.after, self._patience_s)
                 self._slices[order.group].load(self._memory(order.place), order.blocks)
@@ -116,8 +121,19 @@ class Follower:
             raise StoreUnavailable("the store has been started again meanwhile")
         self._run(client.register(self._namespace, self._label, shard=self._shard))
 
+        self._publish(client)
+
+    def _see(self) -> None:
+        client = self._attached()
+        self._in_time(client.map_extents())
+        self._publish(client)
+
+    def _publish(self, client: AsyncStoreClient) -> None:
+        """For the thread that computes: one object, so that it sees all of it or nothing."""
+        self.mapped = Mapped(client.boot, {extent: client.extent(extent) for extent in client.extents})
+
     def _detach(self) -> None:
-        self._parts = []
+        self._parts, self.mapped = [], Mapped()
         if self._client is not None:
             self._run(self._client.close())
 
@@ -129,7 +145,7 @@ class Follower:
     def _memory(self, place: Place) -> memoryview:
         client = self._attached()
         if place.extent not in client.extents:
-            self._run(asyncio.wait_for(client.map_extents(), ANSWER_S))
+            self._see()
         return client.room(Slot("reserved", 0, place.extent, 0, place.offset, place.generation), place.length)
 
     # --- chunks that ranks write together ----------------------------------------------------------------

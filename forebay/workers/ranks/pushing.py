@@ -47,13 +47,14 @@ class SharedPusher(Pusher):
         self._writers = [tuple(ranks) for ranks in writers]
 
     async def _store(self, namespace_id: bytes, batch: Sequence[Push]) -> dict[int, HostChunk]:
+        hosted: dict[int, HostChunk] = {}
         for ranks in dict.fromkeys(self._writers[push.chunk.group] for push in batch):
             pushes = [push for push in batch if self._writers[push.chunk.group] == ranks]
             if len(ranks) == 1:
-                await super()._store(namespace_id, pushes)
+                hosted |= await super()._store(namespace_id, pushes)
             else:
                 await self._store_together(namespace_id, pushes, ranks)
-        return {}  # hot buffers are for one rank
+        return hosted
 
     async def _store_together(self, namespace_id: bytes, pushes: Sequence[Push], ranks: tuple[int, ...]) -> None:
         slots = await self._reserve(namespace_id, pushes, writers=len(ranks))

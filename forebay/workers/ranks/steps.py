@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.batch import Batch, GroupTables, SequenceSpan
+from forebay.workers.hot.resolving import StepResolver
 from forebay.workers.ranks.messages import Step, Table
 
 
 def pack_step(batch: Batch) -> Step:
-    """`batch`, whose tensors are in this process's memory."""
+    """`batch`, whose tensors are in this process's memory. What its resolver has to tell can be packed once."""
     return Step(
         tokens=_bytes(batch.token_ids),
         rows=_bytes(batch.logits_rows),
@@ -20,6 +21,7 @@ def pack_step(batch: Batch) -> Step:
             name: Table(_bytes(tables.block_tables.to(torch.int32)), _bytes(tables.slots))
             for name, tables in batch.groups.items()
         },
+        hot=batch.resolver.told if isinstance(batch.resolver, StepResolver) else None,
     )
 
 

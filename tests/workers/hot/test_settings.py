@@ -48,13 +48,18 @@ def test_a_model_that_chooses_blocks_or_nothing_has_no_hot_buffers() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"store": None}, "need a store"), ({"tensor_parallel_size": 2}, "one rank"), ({"device": "cuda"}, "one rank"),
+        ({"store": None}, "need a store"), ({"prefill_context_parallel_size": 2}, "every rank"),
+        ({"device": "cuda"}, "for the CPU"),
         ({"hot_buffer_rows": -1}, "hot_buffer_rows"), ({"hot_buffer_deadline_s": 0.0}, "hot_buffer_deadline"),
     ],
 )  # fmt: skip
 def test_what_can_t_be_is_refused(change: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         replace(CONFIG, **change).check()  # type: ignore[arg-type]
+
+
+def test_ranks_may_share_a_model_with_hot_buffers() -> None:
+    replace(CONFIG, tensor_parallel_size=4).check()
 
 
 def test_a_device_that_can_t_hold_one_region_says_how_much_it_takes() -> None:
