@@ -21,10 +21,9 @@ import httpx
 
 from forebay.testing.cluster import Cluster
 
-TOP_K, ROWS, CHUNK, VOCAB = 64, 32_768, 1024, 256
-"""A step feeds ROWS / TOP_K tokens: the more, the less often all keys are gone through."""
-POOL_TOKENS = 36_864
-"""Tokens whose rows the device holds, 18 MiB: a region, and the chunks that are being computed and copied."""
+TOP_K, CHUNK, VOCAB = 64, 1024, 256
+BESIDE = 4096
+"""Tokens whose rows the device holds beside the region: of the chunks that are being computed and copied."""
 PROBE = 32_768
 """Up to which a prompt is measured, and to twice and four times that, to say how long all of it takes."""
 TOLD_S = 20.0
@@ -59,19 +58,19 @@ def make_model(folder: Path, longest: int) -> Path:
 class Run:
     """A store, a worker and its front end, and one long request."""
 
-    def __init__(self, folder: Path, tokens: int, device_memory: str, threads: int) -> None:
-        self._prompt = prompt_of(tokens)
+    def __init__(self, folder: Path, args: argparse.Namespace) -> None:
+        self._prompt = prompt_of(args.tokens)
         self._cluster = Cluster(
-            folder, make_model(folder, 2 * max(tokens, 1 << 20)), dtype="float32", chunk_tokens=CHUNK, threads=threads,
-            memory="2GiB", device_memory=device_memory,
+            folder, make_model(folder, 2 * max(args.tokens, 1 << 20)), dtype=args.dtype, chunk_tokens=CHUNK,
+            threads=args.threads, memory="2GiB", device_memory=args.device_memory,
         )  # fmt: skip
         self._cluster.start_store()
         self._cluster.start_worker(
             "worker",
             extra=(
-                "--hot-buffers", "--hot-buffer-rows", str(ROWS), "--hot-buffer-pool-tokens", str(POOL_TOKENS),
-                "--index-cache-dtype", "fp8", "--max-num-batched-tokens", str(ROWS // TOP_K),
-                "--max-num-seqs", "1", "--lookup-deadline", "600s",
+                "--hot-buffers", "--hot-buffer-rows", str(args.rows), "--hot-buffer-pool-tokens",
+                str(args.rows + BESIDE), "--index-cache-dtype", "fp8", "--max-num-batched-tokens",
+                str(args.rows // TOP_K), "--max-num-seqs", "1", "--lookup-deadline", "600s",
             ),
         )  # fmt: skip
         self._cluster.start_frontend("front", "worker")
@@ -161,10 +160,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1 << 20, help="of the prompt")
     parser.add_argument("--answer", type=int, default=32, help="tokens to decode")
     parser.add_argument("--device-memory", default="64MiB")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument(
+        "--rows", type=int, default=32_768,
+        help=f"of the region; a step feeds one token for {TOP_K}: the more, the less often all keys are gone through",
+    )  # fmt: skip
     parser.add_argument("--threads", type=int, default=1, help="that compute; more are slower on cores that others use")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    run = Run(args.folder, args.tokens, args.device_memory, args.threads)
+    run = Run(args.folder, args)
     try:
         if args.tokens > PROBE:
             print(run.estimate(), flush=True)
