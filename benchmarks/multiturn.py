@@ -5,7 +5,7 @@
 Four servers of the same worker, one after the other at each point: `recompute` (no request finds anything: each has a
 salt of its own), `device` (a worker without a store), `memory` (with a store in memory), `files` (files behind it too).
 The device holds some 12 conversations, memory some 48, files some 192: sizes are made from what one conversation was
-found to take. `--small` takes a random model of 19 M parameters in the demo model's place, for CPUs on which all of it
+found to take. `--small` takes a random model of 10 M parameters in the demo model's place, for CPUs on which all of it
 would take hours. Conversations come round robin, so once a cache is smaller than all of them, what is asked for next is
 what it lost. What is recomputed doesn't depend on how many there are, so that is measured with up to 32.
 
