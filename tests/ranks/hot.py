@@ -16,6 +16,12 @@ def same_decisions(worker: Worker, ranks: int = 2) -> None:
     assert found["hot.ranks_parted"] == 0
 
 
+def nothing_void(worker: Worker) -> None:
+    """Every rank has found all that it was told of: nothing was computed anew."""
+    found = figures(worker)
+    assert found.get("hot.void_elsewhere", 0) == found.get("hot.put_off", 0) == 0
+
+
 def nothing_held(worker: Worker) -> None:
     worker.front.settle()
     found = figures(worker)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.ranks.conftest import CHUNK, Crowd, Worker
-from tests.ranks.hot import HOT, nothing_held, same_decisions
+from tests.ranks.hot import HOT, nothing_held, nothing_void, same_decisions
 from tests.ranks.test_workers import figures
 from tests.workers.hot.conftest import MAKERS, Sparse, load_sparse
 
@@ -38,6 +38,7 @@ def test_they_answer_as_one_process_that_holds_everything(worker: Worker, sparse
     for number, prompt in enumerate(prompts):
         assert worker.front.wait(f"beside {number}").tokens == sparse.expected(prompt, COUNT)
     same_decisions(worker)
+    nothing_void(worker)
     nothing_held(worker)
 
 
@@ -54,5 +55,6 @@ def test_they_start_on_a_prefix_of_which_no_row_is_on_a_device(worker: Worker, s
     found = figures(other)
     assert found["hot.started_with_none"] == 1 and found["hosted.host.chunks"] == 288 // CHUNK
     same_decisions(other)
+    nothing_void(other)
     nothing_held(other)
     crowd.workers.pop(name).end()
