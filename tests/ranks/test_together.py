@@ -44,6 +44,7 @@ from forebay.workers.ranks.messages import (
     Load,
     Order,
     Place,
+    See,
     Share,
 )
 from forebay.workers.ranks.moving import Follower, shard_of, slices_of, writers_of
@@ -206,6 +207,33 @@ def test_every_rank_loads_its_slice_and_one_verifies_for_all(both: Both) -> None
             assert torch.equal(pool[[2, 3]], pool[[1, 7]]) and (pool[0] == -1).all()
         wrong = sums[:16] + bytes(8)
         assert both.copier.load(payload, wrong, [0, 2, 3]) == 2, "good are those before the first bad one"
+
+    connected(both, work)
+
+
+# --- what is read in place -----------------------------------------------------------------------------------
+
+
+def test_what_the_pool_grows_by_is_mapped_by_every_rank_before_rank_0_goes_on(both: Both) -> None:
+    async def work() -> None:
+        rank1, last = both.rank1, max(both.rank1.mapped.extents)
+        assert rank1.mapped.boot == both.client.boot
+        del rank1._client._session.pool.views[last]  # type: ignore[union-attr]  # as if it had come since
+        rank1._publish(rank1._client)  # type: ignore[arg-type]
+        assert last not in rank1.mapped.extents
+        await both.client.map_extents()
+        assert last in rank1.mapped.extents
+
+    connected(both, work)
+    assert not both.rank1.mapped.extents, "nothing of a store that has gone is found"
+
+
+def test_when_a_rank_can_t_map_it_all_connect_anew(both: Both) -> None:
+    async def work() -> None:
+        both.rank1.spoil = lambda order: Done(failed="no room") if isinstance(order, See) else order
+        with pytest.raises(StoreUnavailable, match="no room"):
+            await both.client.map_extents()
+        assert not both.client.connected
 
     connected(both, work)
 
