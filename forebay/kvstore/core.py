@@ -350,13 +350,17 @@ class StoreCore:
 
     # --- promotion -------------------------------------------------------------------------------------
 
-    def reserve_promotion(self, namespace_id: bytes, chunk: NewChunk, owner: bytes, tenant: str = "") -> Entry | None:
+    def reserve_promotion(
+        self, namespace_id: bytes, chunk: NewChunk, owner: bytes, tenant: str = "", hold: Hold | None = None
+    ) -> Entry | None:
         """A slot for a tier to fill, within the promotions' share; None if there is no room. It is `tenant`'s, who
-        asks for it, until the chunk's own header says whose it is."""
+        asks for it, until the chunk's own header says whose it is. With a `hold` that has room set aside, it is of that
+        room, which is used up by it, whatever the tier brings."""
         namespace = self.namespaces[namespace_id]
         if not self._within(self.promoting_bytes, self.limits.promoting_share, namespace, chunk):
             return None
-        entry = self._new_entry(namespace, namespace_id, tenant, chunk, SlotState.PROMOTING, owner)
+        slot = self.aside.spend(hold, self._slot_bytes(namespace, chunk))
+        entry = self._new_entry(namespace, namespace_id, tenant, chunk, SlotState.PROMOTING, owner, slot=slot)
         if entry is not None:
             self.promoting_bytes += entry.slot_bytes
         return entry

@@ -375,8 +375,19 @@ def promotions(core: StoreCore, found: Match, owners: dict[str, bytes]) -> Promo
     return plan
 
 
-def place_promotions(core: StoreCore, found: Match, owners: dict[str, bytes]) -> Promotions:
-    """Reserve slots for the places that are asked for, in their order, up to the first that can't be had."""
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What `client` has set aside under `lease`, for what it has brought into memory."""
+
+    client: Client
+    lease: int
+
+
+def place_promotions(
+    core: StoreCore, found: Match, owners: dict[str, bytes], room: Room | None = None
+) -> Promotions:
+    """Reserve slots for the places that are asked for, in their order, up to the first that can't be had; those for
+    which there is `room`, of that."""
     assert found.only is not None
     longest = found.prompt.longest
     plan = Promotions(longest, [], [], [])
@@ -385,7 +396,7 @@ def place_promotions(core: StoreCore, found: Match, owners: dict[str, bytes]) ->
         if found.has(group, position, longest) and entry is not None:
             core.pin(entry)
             plan.held.append(entry)
-        elif not _promote(core, found, plan, (group, position), owners):
+        elif not _promote(core, found, plan, (group, position), owners, room):
             break
     return plan
 
@@ -414,7 +425,10 @@ def _hold(core: StoreCore, found: Match, plan: Promotions, hit: int) -> None:
             plan.held.append(entry)
 
 
-def _promote(core: StoreCore, found: Match, plan: Promotions, place: tuple[int, int], owners: dict[str, bytes]) -> bool:
+def _promote(
+    core: StoreCore, found: Match, plan: Promotions, place: tuple[int, int], owners: dict[str, bytes],
+    room: Room | None = None,
+) -> bool:  # fmt: skip
     chosen = found.offers.get(place)
     if chosen is None:
         return False
@@ -431,7 +445,9 @@ def _promote(core: StoreCore, found: Match, plan: Promotions, place: tuple[int, 
     payload = payload_bytes(found.prompt.namespace.groups[wanted.group], chosen.tokens)
     extra = b"\0" * max(0, chosen.length - payload - header_bytes(chosen.tokens))
     chunk = NewChunk(wanted.group, chosen.key, wanted.parent, wanted.start, tokens, extra)
-    entry = core.reserve_promotion(found.prompt.namespace_id, chunk, owners[chosen.tier], found.prompt.tenant)
+    about = found.prompt.namespace_id, found.prompt.tenant
+    hold = None if room is None else core.aside.of(room.client, room.lease, *about, chunk)
+    entry = core.reserve_promotion(about[0], chunk, owners[chosen.tier], about[1], hold)
     if entry is None:
         core.counters.add("tier.no_room")
         return False

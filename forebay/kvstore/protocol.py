@@ -229,7 +229,8 @@ class Fetch(Message, frozen=True):
     to a hit. A hit of `limit` tokens is what they are for.
 
     `wanted` are (group, chunk position), in the order in which they are of use: where one can't be had, the later ones
-    aren't brought. `tokens` are known from `tokens_from` on, which all of them lie behind. The rest as in Lookup.
+    aren't brought. `tokens` are known from `tokens_from` on, which all of them lie behind. Whole chunks of the group
+    for which room was set `aside` under that lease are brought into it. The rest as in Lookup.
     """
 
     rid: int
@@ -243,6 +244,7 @@ class Fetch(Message, frozen=True):
     extra: bytes = b""
     tenant: str = ""
     tokens_from: int = 0
+    aside: int = 0
 
 
 class Fetched(Message, frozen=True):

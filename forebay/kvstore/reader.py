@@ -16,6 +16,7 @@ from forebay.kvstore.lookup import (
     Place,
     Promotions,
     Prompt,
+    Room,
     match,
     offer,
     pin,
@@ -115,16 +116,18 @@ class Reader:
         return found
 
     async def fetch(
-        self, client: Client, prompt: Prompt, places: Sequence[Place], deadline_ms: int, wanted: Callable[[], bool]
-    ) -> tuple[Pinned, dict[Entry, str], bool]:
-        """As `lookup`, for single places, whether or not they add up to a hit."""
+        self, client: Client, prompt: Prompt, places: Sequence[Place], deadline_ms: int, wanted: Callable[[], bool],
+        aside: int = 0,
+    ) -> tuple[Pinned, dict[Entry, str], bool]:  # fmt: skip
+        """As `lookup`, for single places, whether or not they add up to a hit; into what was set `aside`, if it is for
+        them."""
         until = asyncio.get_running_loop().time() + deadline_ms / 1000
         found = match(self._core, prompt, places)
         loads: list[Load] = []
         held: list[Entry] = []
         try:
             if deadline_ms > 0 and self._tiers and found.lacks_any():
-                await self._promote_all(found, until, loads, held)
+                await self._promote_all(found, until, loads, held, Room(client, aside))
             for entry in self._there(match(self._core, prompt, places)):
                 if not entry.verified:
                     await self.check(entry)
@@ -144,12 +147,14 @@ class Reader:
         entries = [found.entry(*place, longest) for place in found.only or () if found.has(*place, longest)]
         return [entry for entry in entries if entry is not None]
 
-    async def _promote_all(self, found: Match, until: float, loads: list[Load], held: list[Entry]) -> None:
+    async def _promote_all(
+        self, found: Match, until: float, loads: list[Load], held: list[Entry], room: Room | None = None
+    ) -> None:
         """Start and await the loads of the best length; of the next best, if a tier can't keep what it said. What this
         pins is in `loads` and `held` at once, so that the caller lets go of it whatever happens."""
         refused: Refused = set()
         for _ in range(PLANS_MAX):
-            new = await self._promote(found, until, loads, held, refused)
+            new = await self._promote(found, until, loads, held, refused, room)
             failed = {(load.tier, load.entry.group, load.entry.key) for load in new if load.done and not load.ok}
             if not failed or asyncio.get_running_loop().time() >= until:
                 return
@@ -160,7 +165,7 @@ class Reader:
                 return
 
     async def _promote(
-        self, found: Match, until: float, loads: list[Load], held: list[Entry], refused: Refused
+        self, found: Match, until: float, loads: list[Load], held: list[Entry], refused: Refused, room: Room | None
     ) -> list[Load]:
         """One plan: ask the tiers, load, wait. Returns its loads; those that have not ended are still under way."""
         await self._ask(found, until, refused)
@@ -168,7 +173,10 @@ class Reader:
         fresh = match(self._core, found.prompt, found.only)
         fresh.offers = found.offers
         owners = {name: traffic.owner for name, traffic in self._cascade.tiers.items()}
-        plan = (promotions if fresh.only is None else place_promotions)(self._core, fresh, owners)
+        if fresh.only is None:
+            plan = promotions(self._core, fresh, owners)
+        else:
+            plan = place_promotions(self._core, fresh, owners, room)
         held.extend(plan.held)
         started = self._start(plan, until, loads)
         await self._wait(started, until)

@@ -323,7 +323,7 @@ class StoreService:
                 raise RequestRefused("limits", f"position {position} of group {group} is no place of this prompt")
         places = list(dict.fromkeys(request.wanted))
         pinned, origins, pending = await self.reader.fetch(
-            client, prompt, places, _patience_ms(request), lambda: not connection.closed
+            client, prompt, places, _patience_ms(request), lambda: not connection.closed, request.aside
         )
         self.core.counters.add("store.fetches")
         if self.cascade.counts_hits:

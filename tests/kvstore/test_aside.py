@@ -134,6 +134,24 @@ def test_a_write_that_ends_after_its_lease_is_stored_like_any_other() -> None:
     assert store.write_and_commit(store.client, slot, chunk).pins == 0
 
 
+def test_what_a_tier_brings_takes_room_that_was_set_aside_for_it_however_full_the_pool_is() -> None:
+    store = SmallStore(extents=3)
+    hold = set_aside(store, 2)
+    flood(store)
+    chunks = iter(whole(store, 1, 200))
+
+    def bring(hold: Hold | None) -> Entry | None:
+        return store.core.reserve_promotion(store.namespace_id, next(chunks), b"t" * 16, "", hold)
+
+    while bring(None) is not None:
+        pass
+    first, second = bring(hold), bring(hold)
+    assert first is not None and second is not None and bring(hold) is None
+    store.core.promotion_failed(first)
+    assert store.core.aside.bytes == 0, "it is used up, whatever came"
+    assert bring(None) is not None, "its slot is free, and anybody's"
+
+
 def test_connections_of_an_engine_draw_on_each_other_s_and_nobody_else_does() -> None:
     store = SmallStore()
     leader, rank, stranger = (Client(name * 16, group) for name, group in ((b"a", b"e"), (b"b", b"e"), (b"c", b"x")))

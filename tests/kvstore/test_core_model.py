@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -21,7 +23,18 @@ from forebay.kvstore.clearing import Prefix, Scope
 from forebay.kvstore.entry import Entry
 from forebay.kvstore.header import SlotState, decode_header, slot_generation, slot_state
 from forebay.kvstore.identity import MATCH_UNIT
-from forebay.kvstore.lookup import Match, match, offer, pin, promotions, queries
+from forebay.kvstore.lookup import (
+    Match,
+    Place,
+    Promotions,
+    Room,
+    match,
+    offer,
+    pin,
+    place_promotions,
+    promotions,
+    queries,
+)
 from forebay.kvstore.pins import Owner
 from forebay.kvstore.slots import slot_bytes_for
 from forebay.tiers.base import JobResult, StoreJob
@@ -198,7 +211,8 @@ class CoreMachine(RuleBasedStateMachine):
         asked = queries(found)
         places = [place for place, _ in asked]
         offer(found, TIER, places, [self.w.files.lookup(query) for _, query in asked])
-        plan = promotions(self.w.core, found, {TIER: TIER_OWNER})
+        mine = dice.choice(self.w.asides) if self.w.asides and dice.random() < 0.5 else None
+        plan = promotions(self.w.core, found, {TIER: TIER_OWNER}) if mine is None else self._bring(found, places, mine)
         for new in plan.new:
             self.w.files.jobs.append(self.w.cascade.load_job(new, 1.0)[1])
         wanted = [new.entry for new in plan.new] + plan.running
@@ -207,6 +221,14 @@ class CoreMachine(RuleBasedStateMachine):
         for load in loads:
             load.waiters += 1
         self.w.waiting.append(Waiting(loads, plan.held))
+
+    def _bring(self, found: Match, places: Sequence[Place], mine: Promised) -> Promotions:
+        """What tiers have at these places, into room that was set aside."""
+        found.only, found.prompt = places, replace(found.prompt, tenant=mine.tenant)
+        plan = place_promotions(self.w.core, found, {TIER: TIER_OWNER}, Room(mine.client, mine.lease))
+        whole = [new for new in plan.new if new.entry.group == mine.group and new.entry.token_count == CHUNK]
+        mine.left -= min(mine.left, len(whole))
+        return plan
 
     @precondition(lambda self: self.w.waiting)
     @rule()

@@ -48,12 +48,12 @@ def survey(store: TierStore, tokens: list[int] = TOKENS) -> Surveyed:
 
 def fetch(
     client: StoreClient, wanted: list[tuple[int, int]], tokens: list[int] = TOKENS, deadline_ms: int = 5000,
-    tokens_from: int = 0,
+    tokens_from: int = 0, aside: int = 0,
 ) -> Fetched:  # fmt: skip
     prompt = prompt_of(SPEC, tokens)
     return client.fetch(
         SPEC.id, prompt.root, prompt.tokens[4 * tokens_from :], prompt.keys, limit=len(tokens), wanted=wanted,
-        deadline_ms=deadline_ms, tokens_from=tokens_from,
+        deadline_ms=deadline_ms, tokens_from=tokens_from, aside=aside,
     )  # fmt: skip
 
 
@@ -140,3 +140,17 @@ def test_where_one_cannot_be_had_the_later_ones_are_not_brought(store: TierStore
         fetched = fetch(client, wanted)
         assert places(fetched.chunks)[-1] == (FULL, 3)
         assert (FULL, 2) not in places(fetched.chunks)
+
+
+def test_what_is_brought_takes_the_room_that_was_set_aside_for_it(store: TierStore) -> None:
+    with connected(store) as client:
+        aside = client.set_aside(SPEC.id, "", FULL, 3, lease_ms=60_000)
+        room = client.stats().values["host.aside_bytes"]
+        fetched = fetch(client, [(FULL, 0), (FULL, 1), (WINDOW, 3)], aside=aside.lease)
+        assert places(fetched.chunks) == [(FULL, 0), (FULL, 1), (WINDOW, 3)]
+        assert client.stats().values["host.aside_bytes"] == room / 3, "the other group has ordinary room"
+        client.release([aside.lease])
+        values = client.stats().values
+        assert values["host.aside_bytes"] == 0 and values["host.evictable"] == 0, "who asked for them reads them"
+        client.release([fetched.lease])
+    store.until(lambda v: v["host.evictable"] == 3)
