@@ -168,6 +168,8 @@ class BatchScheduler:
             growth = self._memory.grow(request, upto)
             if growth is Growth.READY:
                 return True
+            if growth is Growth.PARKED:  # what it needs is promised: newcomers take nothing from it
+                return False
             victim = None if growth is Growth.DRAINING else self._victim(request, plan)
             if victim is None:
                 plan.draining |= growth is Growth.DRAINING

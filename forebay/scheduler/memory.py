@@ -20,12 +20,13 @@ class Growth(Enum):
     """Answer to "room for more tokens, please".
 
     READY: the blocks are there. SHORT: other requests hold them. DRAINING: they are free as soon as copies
-    that are under way have ended.
+    that are under way have ended. PARKED: it doesn't lack blocks, but something that its next step reads is on its way.
     """
 
     READY = "ready"
     SHORT = "short"
     DRAINING = "draining"
+    PARKED = "parked"
 
 
 class Memory(Protocol):

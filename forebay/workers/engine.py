@@ -20,7 +20,7 @@ from forebay.workers.generation import Bounds, Generation, RequestKey, begin
 from forebay.workers.guiding import Compiled, Compiler
 from forebay.workers.inbox import Inbox
 from forebay.workers.messages import CancelRequest, Disconnected, Message, Stop, Submit
-from forebay.workers.moves import DEVICE, Opened, Pulled, Pushed, RoomGiven, StoreChanged
+from forebay.workers.moves import DEVICE, Opened, Pulled, Pushed, RoomGiven, RowsCame, StoreChanged
 from forebay.workers.outbox import Outbox
 from forebay.workers.protocol import BUSY, FinishReason, Generate
 from forebay.workers.pulse import Pulse
@@ -116,6 +116,9 @@ class Engine:
         for ask in self._parts.memory.holdings.room_asks():
             assert self._parts.transfer is not None
             self._parts.transfer.ask_room(ask)
+        for rows in self._parts.memory.holdings.row_asks():
+            assert self._parts.transfer is not None
+            self._parts.transfer.ask_rows(rows)
         for request in plan.started:
             self._announce(request)
         for request in [request for request in self._cutting.values() if not request.cut]:
@@ -169,6 +172,9 @@ class Engine:
                 self._tell_settled(message.push.request)
             case RoomGiven():
                 self._parts.memory.holdings.room_given(message)
+            case RowsCame():
+                late = self._parts.memory.holdings.rows_came(message)
+                self._put_off(late, "rows that it reads didn't come from their tier")
             case StoreChanged():
                 self._store_changed(message.connected)
             case Stop():
@@ -398,7 +404,7 @@ class Engine:
                     self._parts.scheduler.finish(generation.request)
                     self._forget(generation.request)
                     self._tell_settled(generation.key)
-        self._put_off(rows.void, "rows that it read in host memory had gone")
+        self._put_off(rows.lost, "rows that it read in host memory had gone")
         self.unsealed = False
         self._step_began = None
         counters.add("steps")

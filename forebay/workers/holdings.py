@@ -16,7 +16,7 @@ from forebay.scheduler.memory import Admission, Growth
 from forebay.scheduler.request import Request
 from forebay.workers.block_pool import NO_BLOCK, GroupPool
 from forebay.workers.cut import ALONE, MET, Cut
-from forebay.workers.moves import DEVICE, AskRoom, GroupRoom, Pull, Pulled, Pushed, RoomGiven
+from forebay.workers.moves import DEVICE, AskRoom, AskRows, GroupRoom, Pull, Pulled, Pushed, RoomGiven, RowsCame
 from forebay.workers.prefix import DevicePrefix, GroupShape, device_prefix, units_of
 
 
@@ -37,7 +37,8 @@ class Holding:
     """Blocks and keys of one request. `stored` is how far its tokens are known to be with the store (or
     on their way); `spare` and `extra` exist while a load is under way, the latter until a `cut` is joined.
     `cached` says where what wasn't computed came from, `recomputed` how many stored tokens a cut computed.
-    `retain_s` is how long the store is to keep its chunks. `hot`, `never_hot`: see `forebay.workers.hot.holdings`."""
+    `retain_s` is how long the store is to keep its chunks. `hot`, `never_hot`, `cold`: see
+    `forebay.workers.hot.holdings`."""
 
     chain: Chain
     tenant: str
@@ -54,6 +55,7 @@ class Holding:
     stored: int = 0
     hot: bool = False
     never_hot: bool = False
+    cold: int | None = None
 
     @property
     def holds(self) -> bool:
@@ -429,6 +431,14 @@ class Holdings:
 
     def room_given(self, given: RoomGiven) -> None:
         """An answer to that."""
+
+    def row_asks(self) -> list[AskRows]:
+        """Rows that tiers have and that are to be brought into host memory. Told once."""
+        return []
+
+    def rows_came(self, came: RowsCame) -> list[Hashable]:
+        """An answer to that. Requests that wait for what doesn't come."""
+        return []
 
     def never_hot(self, key: Hashable) -> bool:
         """There will never be room in the store for all of a request. False if it doesn't fit without, either; else it

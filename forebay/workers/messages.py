@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from forebay.workers.generation import RequestKey
 from forebay.workers.guiding import Compiled
-from forebay.workers.moves import Opened, Pulled, Pushed, RoomGiven, StoreChanged
+from forebay.workers.moves import Opened, Pulled, Pushed, RoomGiven, RowsCame, StoreChanged
 from forebay.workers.protocol import Generate
 
 
@@ -38,4 +38,7 @@ class Stop:
     """End the loop, after the tails of all running requests have been handed to the store."""
 
 
-Message = Submit | CancelRequest | Disconnected | Stop | Compiled | Opened | Pulled | Pushed | RoomGiven | StoreChanged
+Told = Opened | Pulled | Pushed | RoomGiven | RowsCame | StoreChanged
+"""By the transfer thread."""
+
+Message = Submit | CancelRequest | Disconnected | Stop | Compiled | Told

@@ -35,7 +35,8 @@ class Pull:
     `tokens` (u32 LE) and `keys` (joined) cover the first `limit` tokens. Of no use unless more than
     `device_hit` tokens come out of it. `tenant` is who asks, `retain_s` how long it wants what is found kept. What
     `hosted` groups have isn't copied: it stays pinned, to be read in place; and of `chunks`, as many as such a request
-    can come to have, the store sets room aside for those that it hasn't.
+    can come to have, the store sets room aside for those that it hasn't. What tiers have of them before `cold` tokens
+    stays there until it is asked for.
     """
 
     request: Hashable
@@ -49,6 +50,7 @@ class Pull:
     retain_s: float = 0.0
     hosted: frozenset[int] = frozenset()
     chunks: int = 0
+    cold: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,8 @@ class Pulled:
     block got which unit, and `sources` where the hit's tokens came from. `stored` is how far the store
     itself reaches, None if it did not say. `hosted` are chunks that stay in host memory, `aside` is the lease under
     which room for others was set aside. `refused`: there isn't so much room ("now"), or never will be ("ever"), and so
-    nothing was brought."""
+    nothing was brought. `cold` are chunk positions of the hit whose rows tiers have, of which `most` may be in host
+    memory at a time (None: all)."""
 
     request: Hashable
     hit: int
@@ -67,6 +70,8 @@ class Pulled:
     hosted: tuple[HostChunk, ...] = ()
     aside: int = 0
     refused: Literal["", "now", "ever"] = ""
+    cold: range = range(0)
+    most: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,31 @@ class RoomGiven:
 
     ask: AskRoom
     aside: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskRows:
+    """Bring chunks of a prefix into host memory, whose rows tiers have: `positions`, in the order in which they are of
+    use. `pull` asked for the prefix, of which `hit` tokens are served; `admission` as in Push, `aside` is where there
+    is room. With `apart` each is pinned under a lease of its own. Answered by RowsCame."""
+
+    request: Hashable
+    admission: int
+    pull: Pull
+    hit: int
+    positions: tuple[int, ...]
+    aside: int
+    deadline_s: float
+    apart: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RowsCame:
+    """Some of them are in host memory. `done`: nothing more comes."""
+
+    ask: AskRows
+    hosted: tuple[HostChunk, ...] = ()
+    done: bool = False
 
 
 @dataclass(frozen=True, slots=True)

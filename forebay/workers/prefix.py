@@ -53,6 +53,13 @@ class GroupShape:
         return min(whole, 2 * self.units_behind + units_of(self.step_tokens) + 2)
 
 
+def open_unit(shape: GroupShape, spare: int, hit: int) -> int:
+    """Where the device's part begins of a prefix whose other rows are read in place: at the chunk that a hit ends
+    inside of, since that is stored when it is full; behind the hit if `spare` blocks aren't enough for that."""
+    units, first = hit // MATCH_UNIT, round_down(hit, shape.chunk_tokens) // MATCH_UNIT
+    return first if units - first <= spare else units
+
+
 @dataclass(frozen=True, slots=True)
 class DevicePrefix:
     """`units` can be served by all groups together; a full group alone has the first `runs[g]` units."""

@@ -25,9 +25,10 @@ from forebay.workers.copying import Copier
 from forebay.workers.counters import Counters
 from forebay.workers.cutting import Cutter
 from forebay.workers.hot.bringing import ATTEMPTS_MAX, HotPuller
+from forebay.workers.hot.fetching import Fetcher
 from forebay.workers.hot.promising import PATIENCE_S
-from forebay.workers.moves import DEVICE, HOST, Opened, Pull, Pulled
-from forebay.workers.prefix import GroupShape, missing_runs
+from forebay.workers.moves import DEVICE, HOST, Opened, Pull, Pulled, RowsCame
+from forebay.workers.prefix import GroupShape, missing_runs, open_unit
 from forebay.workers.rates import Rates
 from forebay.workers.reading import Copy, Reading
 
@@ -58,7 +59,7 @@ class Puller:
         rules: PullRules,
         counters: Counters,
         rates: Rates,
-        deliver: Callable[[Opened], None],
+        deliver: Callable[[Opened | RowsCame], None],
     ) -> None:
         self._client = client
         self._shapes = tuple(shapes)
@@ -66,8 +67,10 @@ class Puller:
         self._counters = counters
         self._reading = Reading(client, copiers, counters)
         self.cutter = Cutter(client, self._reading, shapes, rates, counters, deliver, rules.deadline_ms)
+        self.fetcher = Fetcher(client, shapes, self._reading, counters, deliver)
         self._hot = HotPuller(
-            client, shapes, counters, rules.deadline_ms, self._lookup, self._copy_found, self._release_soon
+            client, shapes, counters, rules.deadline_ms, self._lookup, self._survey, self._copy_found, self.fetcher,
+            self._release_soon,
         )  # fmt: skip
 
     async def pull(self, namespace_id: bytes, pull: Pull) -> Pulled:
@@ -193,11 +196,12 @@ def plan_copies(shapes: Sequence[GroupShape], pull: Pull, found: Found) -> list[
     copies: list[Copy] = []
     last = found.hit // MATCH_UNIT
     for group, (shape, room) in enumerate(zip(shapes, pull.rooms, strict=True)):
-        if group in pull.hosted:
-            continue
-        missing = missing_runs(room.have, shape.first_unit(found.hit), last)
+        first = shape.first_unit(found.hit)
         # The open chunk would like more than a query needs; only the latter is a must.
         needed = needed_from(shape.geometry, found.hit) // MATCH_UNIT
+        if group in pull.hosted:
+            first = needed = open_unit(shape, len(room.spare), found.hit)
+        missing = missing_runs(room.have, first, last)
         lacking = sum(len(_cut(run, needed, last)) for run in missing)
         used = end = 0
         for chunk in sorted((c for c in found.chunks if c.group == group), key=lambda c: c.start):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,10 +21,12 @@ from forebay.workers.sampling import NoToken, Sampled, sample, score
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """A step's rows, and the requests whose part of it is void."""
+    """A step's rows, and the requests whose part of it is void: `lost` are those that can't go on with what they
+    have, the others repeat it."""
 
     rows: Sequence[Row]
-    void: Sequence[Hashable] = ()
+    void: Collection[Hashable] = ()
+    lost: Sequence[Hashable] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,10 @@ class Stepper:
             rows = choose_rows(logits, works, generations)
         if self.model.device.type == "cuda" and not len(rows):
             torch.cuda.synchronize(self.model.device)
-        return Stepped(rows, () if resolver is None else resolver.void())
+        if self.hot is None or resolver is None:
+            return Stepped(rows)
+        ended = self.hot.ended(resolver)
+        return Stepped(rows, {*ended.lost, *ended.parked}, ended.lost)
 
     def choose(self, work: Work, generation: Generation, rows: Iterator[Row]) -> bool:
         """Account for one work: score its part of a prompt, and append a token if one is due (then True).

@@ -24,7 +24,8 @@ from forebay.workers.counters import Counters
 from forebay.workers.doors import Doors, own_doors
 from forebay.workers.hot.keeping import LEASE_MS
 from forebay.workers.hot.promising import set_aside
-from forebay.workers.moves import AskRoom, Opened, Pull, Pulled, Push, Pushed, RoomGiven, StoreChanged
+from forebay.workers.messages import Told
+from forebay.workers.moves import AskRoom, AskRows, Pull, Pulled, Push, Pushed, RoomGiven, RowsCame, StoreChanged
 from forebay.workers.prefix import GroupShape
 from forebay.workers.pulling import Puller, PullRules
 from forebay.workers.pushing import PushQueue
@@ -42,8 +43,6 @@ JOIN_LEASES_MAX = 64
 """So many leases are renewed with one message."""
 
 log = logging.getLogger(__name__)
-
-Delivery = Opened | Pulled | Pushed | RoomGiven | StoreChanged
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ class Transfer:
         config: TransferConfig,
         shapes: Sequence[GroupShape],
         pools: Mapping[str, Tensor],
-        deliver: Callable[[Delivery], None],
+        deliver: Callable[[Told], None],
         client: AsyncStoreClient | None = None,
         trace: Trace = NO_TRACE,
         doors: Doors | None = None,
@@ -82,7 +81,7 @@ class Transfer:
         for made, shape in zip(copiers, shapes, strict=True):
             assert made.granule_bytes == shape.geometry.granule_bytes, shape.geometry
         rules = PullRules(config.lookup_deadline_ms, config.prefixes)
-        self._puller = Puller(self._client, shapes, copiers, rules, self.counters, self.rates, deliver)
+        self._puller = Puller(self._client, shapes, copiers, rules, self.counters, self.rates, self._tell)
         self._pusher = doors.pusher(self._client, self.queue, copiers, self.counters, self._tell, trace)
         self._trace = trace
         self._namespace_id = b""
@@ -134,6 +133,10 @@ class Transfer:
 
     def ask_room(self, ask: AskRoom) -> None:
         """Answered by `RoomGiven`, whatever happens."""
+        self._loop.call_soon_threadsafe(self._begin, ask)
+
+    def ask_rows(self, ask: AskRows) -> None:
+        """Answered by `RowsCame`, whatever happens, the last of which is `done`."""
         self._loop.call_soon_threadsafe(self._begin, ask)
 
     def release(self, leases: Sequence[int]) -> None:
@@ -239,9 +242,10 @@ class Transfer:
                     break
                 self.counters.add("hosted.leases_ended", len(some) - len(joined.leases))
 
-    def _tell(self, told: Delivery) -> None:
+    def _tell(self, told: Told) -> None:
         """`deliver`; what stays in host memory is renewed from now on."""
-        chunks = told.hosted if isinstance(told, Pulled) else (told.hosted,) if isinstance(told, Pushed) else ()
+        one = (told.hosted,) if isinstance(told, Pushed) else ()
+        chunks = told.hosted if isinstance(told, Pulled | RowsCame) else one
         leases = {chunk.lease for chunk in chunks if chunk is not None}
         if isinstance(told, Pulled | RoomGiven):
             leases.add(told.aside)
@@ -268,8 +272,14 @@ class Transfer:
             self.counters.add("push.lost")
             self._deliver(Pushed(push, lost=True))
 
-    def _begin(self, asked: Pull | AskRoom) -> None:
-        task = self._loop.create_task(self._pull(asked) if isinstance(asked, Pull) else self._give_room(asked))
+    def _begin(self, asked: Pull | AskRoom | AskRows) -> None:
+        match asked:
+            case Pull():
+                task = self._loop.create_task(self._pull(asked))
+            case AskRoom():
+                task = self._loop.create_task(self._give_room(asked))
+            case AskRows():
+                task = self._loop.create_task(self._bring_rows(asked))
         self._pulls.add(task)
         task.add_done_callback(self._pulls.discard)
 
@@ -283,6 +293,19 @@ class Transfer:
             log.debug("no room was set aside: %s", error)
         finally:
             self._tell(RoomGiven(ask, lease))
+
+    async def _bring_rows(self, ask: AskRows) -> None:
+        began = self._trace.now()
+        try:
+            if self._connected:
+                await self._puller.fetcher.bring(self._namespace_id, ask)
+        except (ForebayError, TimeoutError) as error:
+            log.debug("rows weren't brought: %s", error)
+        except Exception:
+            log.exception("rows weren't brought, in a way it should not be; their request is computed anew")
+        finally:
+            self._trace.moved("rows", began, request=str(ask.request), chunks=len(ask.positions))
+            self._tell(RowsCame(ask, done=True))
 
     async def _pull(self, pull: Pull) -> None:
         nothing = Pulled(pull.request, 0, tuple({} for _ in pull.rooms), refused="now" if pull.hosted else "")

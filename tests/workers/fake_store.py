@@ -189,11 +189,14 @@ class FakeStoreClient:
 
     async def fetch(
         self, namespace_id: bytes, root: bytes, tokens: bytes, keys: bytes, *, limit: int,
-        wanted: Sequence[tuple[int, int]], deadline_ms: int, tenant: str = "", tokens_from: int = 0,
+        wanted: Sequence[tuple[int, int]], deadline_ms: int, tenant: str = "", tokens_from: int = 0, aside: int = 0,
     ) -> Fetched:  # fmt: skip
         self._check()
         chunks = await self.store.tier.fetch(root, tokens, tokens_from, keys, wanted, deadline_ms)
         self._check()
+        brought = sum(chunk.group == 0 and bool(chunk.promoted) for chunk in chunks)
+        if aside in self.store.asides:
+            self.store.asides[aside] = max(0, self.store.asides[aside] - brought)
         self.store.leases += 1
         return Fetched(rid=0, boot=self.boot, lease=self.store.leases, chunks=chunks)
 

@@ -9,7 +9,7 @@ The numbers of regions are the rows of the resolver's tables. Owned by the engin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,8 +19,9 @@ from forebay.scheduler.request import Request
 from forebay.workers.block_pool import GroupPool
 from forebay.workers.counters import Counters
 from forebay.workers.hot.buffers import Buffers
+from forebay.workers.hot.cold import ColdRows
 from forebay.workers.hot.mirror import HostChunk, HostPages
-from forebay.workers.hot.residency import Pages
+from forebay.workers.hot.residency import Page, Pages
 from forebay.workers.hot.settings import HotSettings
 from forebay.workers.hot.telling import Changes
 from forebay.workers.prefix import units_of
@@ -33,7 +34,8 @@ class HotRequest:
     """One admitted `request`. `admission` numbers it: what was set out for an earlier one comes to nothing. `region`
     has `blocks`; `chunks` are what host memory holds for it; `keys` the unit keys of lent pages. `failed`: from where
     on chunks are missing there. `since`: when it began to lack something, or None. `aside` is the lease under which the
-    store has room for the rest of its chunks, or 0; `asking` for it is under way, at `refused` it was refused last."""
+    store has room for the rest of its chunks, or 0; `asking` for it is under way, at `refused` it was refused last.
+    `cold` are rows that tiers have; `named` the chunks, by position, whose rows have been chosen, the latest last."""
 
     request: Request
     admission: int
@@ -47,6 +49,8 @@ class HotRequest:
     aside: int = 0
     asking: bool = False
     refused: float | None = None
+    cold: ColdRows | None = None
+    named: dict[int, None] = field(default_factory=dict)
 
     @property
     def hot(self) -> bool:
@@ -108,7 +112,7 @@ class HotBook:
 
     def host_room(self, pages: int) -> bool:
         """Would so many more host pages fit, beside all that hot requests may come to need?"""
-        promised = sum(max(0, units_of(r.request.most) - len(r.pages)) for r in self._requests.values() if r.hot)
+        promised = sum(max(0, units_of(r.request.most) - r.pages.hosted) for r in self._requests.values() if r.hot)
         return len(self.host) + promised + pages <= self.host.most
 
     def can_open(self) -> bool:
@@ -201,6 +205,47 @@ class HotBook:
         self._leases.clear()
         return lost
 
+    # --- rows that tiers have ----------------------------------------------------------------------------
+
+    def named(self, key: Hashable, chunks: Sequence[int], missing: Collection[int]) -> None:
+        """A step has chosen rows of these chunks. If some were `missing`, it is void for this request."""
+        request = self._requests[key]
+        for position in chunks:
+            request.named.pop(position, None)
+            request.named[position] = None
+        if request.cold is None:
+            return
+        if missing:
+            request.cold.lack(missing, chunks)
+            self.counters.add("hot.parked_steps")
+            self.counters.add("hot.chunks_waited_for", len(missing))
+        else:
+            request.cold.read(chunks)
+
+    def brought(self, key: Hashable, position: int) -> bool:
+        """Has every page of a chunk a place on the device or in host memory?"""
+        pages, of_chunk = self._requests[key].pages, self._pages_of(position)
+        return bool(((pages.resident[of_chunk] >= 0) | (pages.host[of_chunk] >= 0)).all())
+
+    def leave(self, key: Hashable, position: int) -> bool:
+        """Let go of a chunk in host memory that a tier has. False: some of its pages are the request's own as well, and
+        it stays."""
+        request, pages = self._requests[key], self._requests[key].pages
+        of_chunk = [p for p in range(len(pages))[self._pages_of(position)] if pages.host[p] >= 0]
+        if any(pages.state(page) is not Page.ABSENT for page in of_chunk):
+            return False
+        self.host.drop([pages.leave(page) for page in of_chunk])
+        start = position * self.settings.chunk_tokens
+        for chunk in [chunk for chunk in request.chunks if chunk.start == start]:
+            request.chunks.remove(chunk)
+            self._unuse(chunk.lease)
+        self.counters.add("hot.chunks_left")
+        return True
+
+    def _pages_of(self, position: int) -> slice:
+        units = units_of(self.settings.chunk_tokens)
+        return slice(position * units, (position + 1) * units)
+
     # --- room in the store -------------------------------------------------------------------------------
 
     def promised(self, key: Hashable, admission: int, aside: int) -> bool:
@@ -287,6 +332,9 @@ class HotBook:
         """All that are in use."""
         return tuple(self._leases)
 
+    def _colds(self) -> list[ColdRows]:
+        return [request.cold for request in list(self._requests.values()) if request.cold is not None]
+
     def gauges(self) -> dict[str, float]:
         """Present figures, and the caps. Callable from any thread."""
         hot = sum(request.hot for request in list(self._requests.values()))
@@ -300,4 +348,6 @@ class HotBook:
             "hot.pages_lent": len(self._lent),
             "hot.leases": len(self._leases),
             "hot.promised": sum(request.aside > 0 for request in list(self._requests.values())),
+            "hot.parked": sum(cold.parked for cold in self._colds()),
+            "hot.chunks_cold": sum(len(cold.cold) for cold in self._colds()),
         }

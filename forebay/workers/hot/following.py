@@ -82,4 +82,5 @@ class FollowingBook:
 
 def done(resolver: StepResolver) -> HotDone:
     """What the rank that schedules wants to know, after the step."""
-    return HotDone(resolver.wrong(), resolver.misses(), resolver.decisions())
+    changed, cold = resolver.wrong()
+    return HotDone(changed, cold, resolver.misses(), resolver.decisions())

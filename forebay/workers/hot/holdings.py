@@ -25,10 +25,13 @@ from forebay.scheduler.plan import Work
 from forebay.scheduler.request import Request
 from forebay.workers.holdings import Holding, Holdings, PoolListener
 from forebay.workers.hot.book import HotBook
-from forebay.workers.hot.resolving import Stay, StepResolver
+from forebay.workers.hot.cold import ColdRows
+from forebay.workers.hot.naming import Naming
+from forebay.workers.hot.recent import Recent
+from forebay.workers.hot.resolving import Ended, Stay, StepResolver
 from forebay.workers.hot.settings import HotSettings
 from forebay.workers.hot.telling import Changes, HotShape
-from forebay.workers.moves import AskRoom, Pull, Pulled, Pushed, RoomGiven
+from forebay.workers.moves import AskRoom, AskRows, Pull, Pulled, Pushed, RoomGiven, RowsCame
 from forebay.workers.prefix import DevicePrefix, GroupShape, device_prefix, units_of
 
 ASK_AGAIN_S = 0.25
@@ -51,6 +54,9 @@ class HotHoldings(Holdings):
         super().__init__(shapes, blocks, listener)
         self._sparse, self._clock = settings.group, clock
         self._asks: list[AskRoom] = []
+        self._row_asks: list[AskRows] = []
+        self._pulls: dict[Hashable, Pull] = {}
+        self.recent = Recent()
         geometry = shapes[settings.group].geometry
         self.book = HotBook(settings, self.pools[settings.group], geometry.granule_bytes, host_pages, release)
 
@@ -108,7 +114,8 @@ class HotHoldings(Holdings):
         runs[self._sparse] = 0
         # Its own rows come from host memory: so the device's prefix counts for nothing, and saves copies only.
         bid = self._bid(request, keys, DevicePrefix(0, tuple(runs)), load=True)
-        bid.shared[self._sparse], bid.extra[self._sparse], bid.spare[self._sparse] = {}, {}, 0
+        bid.shared[self._sparse], bid.extra[self._sparse] = {}, {}
+        bid.spare[self._sparse] = units_of(settings.chunk_tokens) - 1  # the chunk that a hit may end inside of
         bid.reserve[self._sparse] = settings.footprint
         prices = [self._price(group, bid.shared[group].values()) for group in range(len(self.pools))]
         room = [p.available - price - n for p, price, n in zip(self.pools, prices, bid.reserve, strict=True)]
@@ -132,7 +139,11 @@ class HotHoldings(Holdings):
         if not self.book.hot(request.key):
             return pull
         chunks = -(-request.most // self.book.settings.chunk_tokens)
-        return replace(pull, hosted=frozenset({self._sparse}), chunks=chunks)
+        cold = self._held[request.key].cold
+        cold = pull.limit if cold is None else min(cold, pull.limit)
+        pull = replace(pull, hosted=frozenset({self._sparse}), chunks=chunks, cold=cold)
+        self._pulls[request.key] = pull
+        return pull
 
     def settle(self, request: Request, pulled: Pulled) -> None:
         """See `Holdings.settle`."""
@@ -144,12 +155,16 @@ class HotHoldings(Holdings):
         for chunk in pulled.hosted:
             self.book.hosted(request.key, admission, chunk, table)
         pages = self.book.follow(request.key, table)
-        assert pages.readable, "a load left pages nowhere"
+        pull = self._pulls.pop(request.key, None)
+        if pull is not None and pulled.cold:
+            self._begin_cold(request.key, pull, pulled)
+        assert pages.readable or self.book.of(request.key).cold is not None, "a load left pages nowhere"
         if len(pages) and pages.residency == "none":
             self.book.counters.add("hot.started_with_none")
 
     def refuse(self, pulled: Pulled) -> None:
         """See `Holdings.refuse`."""
+        self._pulls.pop(pulled.request, None)
         for chunk in pulled.hosted:
             self.book.hosted(pulled.request, 0, chunk, ())
         if pulled.aside:
@@ -158,6 +173,67 @@ class HotHoldings(Holdings):
     def _give_back(self, holding: Holding, group: int, tokens: int) -> None:
         if group != self._sparse or not holding.hot:
             super()._give_back(holding, group, tokens)
+            return
+        for block in holding.spare[group] if holding.spare else ():
+            self._let_go(holding, group, block)
+
+    # --- rows that tiers have --------------------------------------------------------------------------
+
+    def _begin_cold(self, key: Hashable, pull: Pull, pulled: Pulled) -> None:
+        """A request begins with a prefix whose rows aren't all in host memory. What was read last of the same chunks is
+        brought ahead of need."""
+        book = self.book.of(key)
+        cold = {position for position in pulled.cold if not self.book.brought(key, position)}
+        if cold:
+            book.cold = ColdRows(pull, pulled.hit, cold, pulled.most)
+            ahead = book.cold.ask(self.recent.among(pull.keys, cold))
+            self.book.counters.add("hot.chunks_ahead", len(ahead))
+            self._ask_rows(key, ahead)
+
+    def row_asks(self) -> list[AskRows]:
+        """See `Holdings.row_asks`."""
+        for key, book in self.book.everybody():
+            if book.cold is None or not book.cold.waits - book.cold.asked:
+                continue
+            for position in book.cold.surplus():
+                if self.book.leave(key, position):
+                    book.cold.leave(position)
+            self._ask_rows(key, book.cold.ask())
+        asks, self._row_asks = self._row_asks, []
+        return asks
+
+    def _ask_rows(self, key: Hashable, positions: Sequence[int]) -> None:
+        book = self.book.of(key)
+        assert book.cold is not None
+        if positions:
+            self._row_asks.append(
+                AskRows(
+                    key, book.admission, book.cold.pull, book.cold.hit, tuple(positions), book.aside,
+                    self.book.settings.deadline_s, apart=book.cold.most is not None,
+                )
+            )  # fmt: skip
+
+    def rows_came(self, came: RowsCame) -> list[Hashable]:
+        """See `Holdings.rows_came`."""
+        ask, size = came.ask, self.book.settings.chunk_tokens
+        book = self.book.known(ask.request, ask.admission)
+        table = () if book is None else self._held[ask.request].tables[self._sparse]
+        for chunk in came.hosted:
+            self.book.hosted(ask.request, ask.admission, chunk, table)
+        if book is None or book.cold is None:
+            return []
+        for chunk in came.hosted:
+            if self.book.brought(ask.request, chunk.start // size):
+                book.cold.came(chunk.start // size)
+                self.book.counters.add("hot.chunks_brought")
+        late = book.cold.ended(ask.positions) if came.done else []
+        if not late:
+            return []
+        # It is computed anew from there on; should that happen again, nothing of it stays cold.
+        holding = self._held[ask.request]
+        holding.cold = min(late) * size if holding.cold is None else 0
+        self.book.counters.add("hot.chunks_late", len(late))
+        return [ask.request]
 
     # --- a request goes on -----------------------------------------------------------------------------
 
@@ -179,6 +255,8 @@ class HotHoldings(Holdings):
 
     def _grow_hot(self, request: Request, upto: int) -> Growth:
         holding, book = self._held[request.key], self.book.of(request.key)
+        if book.cold is not None and book.cold.parked:
+            return Growth.PARKED
         assert upto - request.computed <= request.step_tokens, (upto, request.computed, request.step_tokens)
         wanted = units_of(upto) - len(holding.tables[self._sparse])
         if wanted > holding.credit[self._sparse]:
@@ -219,6 +297,8 @@ class HotHoldings(Holdings):
         """See `Holdings.drop_all`."""
         holding = self._held[request.key]
         closed = self.book.close(request.key)
+        if closed.named:
+            self.recent.note(holding.chain.chunk_keys(len(holding.chain.keys)), closed.named)
         table = holding.tables[self._sparse][holding.trimmed[self._sparse] :]
         holding.tables[self._sparse] = [block for block in table if block >= 0]
         holding.trimmed[self._sparse] = 0
@@ -231,14 +311,27 @@ class HotHoldings(Holdings):
         """For a step with these works; None if all they have is on the device."""
         if not any(self.book.hot(work.request.key) for work in works):
             return None
-        stays = []
+        stays: list[Stay] = []
+        colds: dict[int, ColdRows | None] = {}
         for work in works:
             key = work.request.key
             pages = self.book.follow(key, self._held[key].tables[self._sparse])
             self.book.counters.add(f"hot.steps_{pages.residency}")
-            stays.append(Stay(key, self.book.of(key).region, pages.resident, pages.host))
+            book = self.book.of(key)
+            if book.hot:
+                colds[len(stays)] = book.cold
+            stays.append(Stay(key, book.region, pages.resident, pages.host))
         self.book.counters.add("hot.steps")
-        return StepResolver(self.book, stays, pools[self.shapes[self._sparse].geometry.name], self.book.changes)
+        settings, pool = self.book.settings, pools[self.shapes[self._sparse].geometry.name]
+        naming = Naming(colds, settings.chunk_tokens, max(settings.sharers))
+        return StepResolver(self.book, stays, pool, self.book.changes, naming)
+
+    def ended(self, resolver: StepResolver) -> Ended:
+        """What became of that step's requests. Those that are parked wait until what they lack has come."""
+        ended = resolver.end()
+        for key, named in ended.named.items():
+            self.book.named(key, list(named.chunks), named.missing)
+        return ended
 
     # --- who gives way ---------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@
     DIRTY     only the device has it
     CLEAN     host memory has it too, under a lease; the request still holds the block
     LENT      the request holds nothing; the block can be read until somebody needs it
-    ABSENT    host memory alone has it, if `host` says so
+    ABSENT    host memory alone has it, if `host` says so; else only a tier
 
 A request is *full* while it holds all of its pages, *mixed* while it holds some, and has *none* else. Its last pages
 (`TAIL`) are never released: their rows are what is written, and read at once. What is released goes from the end, so
@@ -80,6 +80,11 @@ class Pages:
         return int(np.count_nonzero(self._state[: self._count] <= Page.CLEAN))
 
     @property
+    def hosted(self) -> int:
+        """Pages that have a place in host memory."""
+        return int(np.count_nonzero(self.host >= 0))
+
+    @property
     def readable(self) -> bool:
         """Has every page a place on the device or in host memory?"""
         return bool(((self.resident >= 0) | (self.host >= 0)).all())
@@ -113,6 +118,13 @@ class Pages:
         if self.state(page) is Page.DIRTY:
             self._state[page] = Page.CLEAN
             self._clean.add(page)
+
+    def leave(self, page: int) -> int:
+        """A page that only host memory has isn't read there any more; returns its host page."""
+        assert self.state(page) is Page.ABSENT and self._host[page] >= 0, (page, self.state(page))
+        host = int(self._host[page])
+        self._host[page] = NONE
+        return host
 
     def forget_host(self) -> list[int]:
         """Host memory has nothing any more: what was clean is dirty. Returns pages that nobody has now."""
@@ -151,7 +163,7 @@ class Pages:
             assert (block >= 0) == (state is not Page.ABSENT), (page, state, block)
             assert host >= 0 or state in (Page.DIRTY, Page.ABSENT), (page, state)
             assert host == NONE or state is not Page.DIRTY, (page, state)
-            assert state in (Page.DIRTY, Page.CLEAN) or page < self._count - TAIL or host >= 0, (page, state)
+            assert state is not Page.LENT or page < self._count - TAIL, (page, state)
         clean = [page for page in range(self._count) if self.state(page) is Page.CLEAN]
         assert self._clean == set(clean), (self._clean, clean)
 

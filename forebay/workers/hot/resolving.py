@@ -19,6 +19,7 @@ from forebay.kernels.chosen import Selection
 from forebay.kernels.hot import Ask, Mirror, SwapPlan, replay, resolve_and_copy
 from forebay.workers.counters import Counters
 from forebay.workers.hot.buffers import Buffers
+from forebay.workers.hot.naming import Named, Naming
 from forebay.workers.hot.residency import Ints, joined
 from forebay.workers.hot.telling import Changes, HotDone, HotStep
 
@@ -54,6 +55,16 @@ class Stay:
     host: Ints
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What became of a step's requests: `lost` are those that have read what wasn't theirs any more, or what is
+    nowhere; `parked` those that have chosen rows which only tiers have. What these and the others have `named`."""
+
+    lost: list[Hashable]
+    parked: list[Hashable]
+    named: dict[Hashable, Named]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
     """Some rows int64 [r] of a selection, resolved together for `sequences`."""
@@ -64,12 +75,18 @@ class _Part:
 
 class StepResolver:
     """A `RowResolver` for one forward pass over one pool. Mutates the book's regions, and the pool. `told` is what
-    other ranks are to hear before they do the same, if there are any: it takes all `changes`."""
+    other ranks are to hear before they do the same, if there are any: it takes all `changes`. What is chosen is noted
+    in `naming`."""
 
-    def __init__(self, book: RankBook, stays: Sequence[Stay], pool: Tensor, changes: Changes | None = None) -> None:
+    def __init__(
+        self, book: RankBook, stays: Sequence[Stay], pool: Tensor, changes: Changes | None = None,
+        naming: Naming | None = None,
+    ) -> None:  # fmt: skip
         self._book, self._stays, self._pool = book, tuple(stays), pool
         self.told = None if changes is None else tell(self._stays, changes)
+        self._naming = naming
         self._elsewhere: set[int] = set()
+        self._cold_elsewhere: set[int] = set()
         device = pool.device
         self._regions = torch.tensor([stay.region for stay in stays], dtype=torch.int64, device=device)
         self._resident = torch.from_numpy(joined([stay.resident for stay in stays])).to(device)
@@ -100,6 +117,10 @@ class StepResolver:
         for group in groups:
             rows = torch.tensor([row for s in group for row in hot[s]], device=slots.device)
             slots[rows] = self._resolve(leader, group, positions[rows])
+        if self._naming is not None:
+            for s, mine in hot.items():
+                chosen = positions[torch.tensor(mine, device=slots.device)]
+                self._naming.note(leader, s, chosen, self._resident[s], self._host[s])
         return slots
 
     def _resolve(self, leader: int, sequences: Sequence[int], positions: Tensor) -> Tensor:
@@ -128,15 +149,22 @@ class StepResolver:
                 replay(part.plan, self._mirror, self._pool, layer)
         self._behind.clear()
 
-    def void(self) -> list[Hashable]:
-        """After the step: requests that have read what was nowhere, or what wasn't theirs any more, on whatever
-        rank."""
-        return [self._stays[at].key for at in sorted(self._elsewhere | set(self.wrong()))]
+    def end(self) -> Ended:
+        """After the step, and after other ranks have been heard."""
+        changed, cold = self.wrong()
+        naming, lost = self._naming, self._elsewhere | set(changed)
+        parked = {at for at in cold if at not in lost and naming is not None and naming.comes(at)}
+        lost |= (self._cold_elsewhere | set(cold)) - parked
+        named = {} if naming is None else {self._stays[at].key: it for at, it in naming.named.items() if at not in lost}
+        lost_keys, parked_keys = ([self._stays[at].key for at in sorted(some)] for some in (lost, parked))
+        return Ended(lost_keys, parked_keys, named)
 
-    def wrong(self) -> list[int]:
-        """The same on this rank, by their places in the step. Once."""
+    def wrong(self) -> tuple[list[int], list[int]]:
+        """On this rank, by their places in the step: requests that have read what wasn't theirs any more; and others
+        that have read what was nowhere. Once."""
         self._catch_up()
-        wrong: dict[int, None] = {}
+        changed: dict[int, None] = {}
+        cold: dict[int, None] = {}
         for part in self._all:
             self._book.counters.add("hot.misses", int(part.plan.swaps.sum()))
             for place, sequence in enumerate(part.sequences):
@@ -144,11 +172,11 @@ class StepResolver:
                 pages = set((part.plan.sources[place, :count] // BLOCK_TOKENS).tolist())
                 if int(part.plan.cold[place]):
                     self._book.counters.add("hot.rows_cold", int(part.plan.cold[place]))
-                    wrong[sequence] = None
-                elif self._book.host.changed(pages):
+                    cold[sequence] = None
+                if self._book.host.changed(pages):
                     self._book.counters.add("hot.rows_changed")
-                    wrong[sequence] = None
-        return list(wrong)
+                    changed[sequence] = None
+        return list(changed), [at for at in cold if at not in changed]
 
     # --- with other ranks --------------------------------------------------------------------------------
 
@@ -165,13 +193,14 @@ class StepResolver:
         return digest.intdigest()
 
     def hear(self, everybody: Sequence[HotDone]) -> None:
-        """The other ranks are through with the same step. Before `void`, which is decided once for all of them."""
+        """The other ranks are through with the same step. Before `end`, which decides once for all of them."""
         counters, decisions = self._book.counters, self.decisions()
         for heard in everybody:
             counters.add("hot.misses_elsewhere", heard.misses)
             counters.add("hot.ranks_parted", heard.decisions != decisions)
             counters.add("hot.void_elsewhere", len(heard.void))
             self._elsewhere |= set(heard.void)
+            self._cold_elsewhere |= set(heard.cold)
 
 
 def tell(stays: Sequence[Stay], changes: Changes) -> HotStep:

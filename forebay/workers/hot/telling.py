@@ -56,10 +56,11 @@ class HotStep(msgspec.Struct, frozen=True):
 
 
 class HotDone(msgspec.Struct, tag=True, frozen=True):
-    """A rank is through with a step: sequences, by their place in it, of which it has read what was nowhere, or what
-    wasn't theirs any more; rows that it has copied; see `StepResolver.decisions`."""
+    """A rank is through with a step: sequences, by their place in it, of which it has read what wasn't theirs any more;
+    others of which it has read what was nowhere; rows that it has copied; see `StepResolver.decisions`."""
 
     void: list[int]
+    cold: list[int]
     misses: int
     decisions: int
 

@@ -59,11 +59,11 @@ class Sparse:
             harness.stop()
 
 
-def load_sparse(make: Callable[..., Path], folder: Path) -> Sparse:
-    """A family's tiny checkpoint, made in `folder`."""
+def load_sparse(make: Callable[..., Path], folder: Path, **more: Any) -> Sparse:
+    """A family's tiny checkpoint, made in `folder` with `more` settings."""
     path = folder / "model"
     path.mkdir()
-    make(path, max_position_embeddings=2048)
+    make(path, max_position_embeddings=2048, **more)
     return Sparse(path, load_model(path, dtype=torch.float64, device=torch.device("cpu")))
 
 

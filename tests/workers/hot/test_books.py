@@ -20,7 +20,7 @@ from forebay.workers.hot.holdings import HotHoldings
 from forebay.workers.hot.mirror import HostChunk
 from forebay.workers.hot.residency import Page
 from forebay.workers.hot.settings import settings_for
-from forebay.workers.moves import AskRoom, Pull, Pulled, Push, Pushed, RoomGiven
+from forebay.workers.moves import AskRoom, AskRows, Pull, Pulled, Push, Pushed, RoomGiven, RowsCame
 from forebay.workers.prefix import GroupShape
 from forebay.workers.sealing import DeviceMemory
 
@@ -41,6 +41,7 @@ class House:
     pushes: list[Push] = field(default_factory=list)
     pulls: list[Pull] = field(default_factory=list)
     asks: list[AskRoom] = field(default_factory=list)
+    rows: list[AskRows] = field(default_factory=list)
     room: set[int] = field(default_factory=set)
     released: list[int] = field(default_factory=list)
     granted: list[int] = field(default_factory=list)
@@ -80,8 +81,10 @@ class House:
         plan = self.scheduler.plan()
         self.pulls += [self.holdings.pull(request) for request in plan.loads]
         self.asks += self.holdings.room_asks()
+        self.rows += self.holdings.row_asks()
         for work in plan.works:
-            self._check_fed(work.request, work.end)
+            if not self._check_fed(work.request, work.end):
+                continue
             work.request.computed = work.end
             if work.samples:
                 work.request.tokens.append(7)
@@ -91,14 +94,26 @@ class House:
             if work.request.state is RequestState.RUNNING and len(work.request.tokens) > work.request.prompt_tokens + 9:
                 self.end(work.request)
 
-    def _check_fed(self, request: Request, upto: int) -> None:
-        """What is fed has a block in every group, and what it may read is somewhere."""
+    def _check_fed(self, request: Request, upto: int) -> bool:
+        """What is fed has a block in every group, and what it may read is somewhere; False: it has chosen what only a
+        tier has."""
         for group in range(2):
             table = self.holdings.holding(request).tables[group]
             for unit in range(request.computed // MATCH_UNIT, -(-upto // MATCH_UNIT)):
                 assert table[unit] >= 0, (request.key, group, unit)
-        pages = self.holdings.book.follow(request.key, self.holdings.holding(request).tables[0])
-        assert pages.readable
+        book = self.holdings.book
+        pages = book.follow(request.key, self.holdings.holding(request).tables[0])
+        cold = book.of(request.key).cold
+        if cold is None:
+            assert pages.readable
+            return True
+        assert not cold.parked
+        chosen = self.rng.sample(range(-(-len(pages) // 2)), 1)
+        missing = [position for position in chosen if not book.brought(request.key, position)]
+        nowhere = [p for p in range(-(-len(pages) // 2)) if not book.brought(request.key, p)]
+        assert cold.cold.issuperset(nowhere), "what isn't cold can be read"
+        book.named(request.key, chosen, missing)
+        return not missing
 
     def end(self, request: Request) -> None:
         self.scheduler.finish(request)
@@ -149,6 +164,17 @@ class House:
             given = self.holdings.ask_store and self.rng.random() < 0.7
             self.holdings.room_given(RoomGiven(ask, self._give_room() if given else 0))
 
+    def answer_rows(self) -> None:
+        """Some of what was asked for comes, or all of it, or nothing more."""
+        if not self.rows:
+            return
+        ask = self.rows.pop(self.rng.randrange(len(self.rows)))
+        up = self.holdings.ask_store
+        some = [position for position in ask.positions if up and self.rng.random() < 0.8]
+        hosted = tuple(self._chunk(p * CHUNK, min(CHUNK, ask.hit - p * CHUNK)) for p in some)
+        for key in self.holdings.rows_came(RowsCame(ask, hosted, done=True)):
+            assert self.scheduler.put_off(key) is not None
+
     def _give_room(self) -> int:
         lease = 1_000_000 + len(self.room)
         self.room.add(lease)
@@ -162,14 +188,20 @@ class House:
             have = {unit for run in room.have for unit in run}
             lacking = [unit for unit in range(hit // MATCH_UNIT) if unit not in have]
             if group in pull.hosted:
-                placed.append({})
+                open_units = range(hit // CHUNK * 2, hit // MATCH_UNIT)
+                placed.append(dict(zip(open_units, room.spare, strict=False)) if len(room.spare) else {})
             elif len(lacking) > len(room.spare):
                 return Pulled(pull.request, 0, ({}, {}), stored=0)
             else:
                 placed.append(dict(zip(lacking, room.spare, strict=False)))
-        starts = range(0, hit, CHUNK) if pull.hosted else ()
+        warm = self.rng.choice([0, hit // 2 // CHUNK, hit // CHUNK]) if hit <= pull.cold else -(-hit // CHUNK)
+        starts = range(0, hit, CHUNK)[:warm] if pull.hosted else ()
         chunks = [self._chunk(start, min(CHUNK, hit - start)) for start in starts]
-        return Pulled(pull.request, hit, tuple(placed), {"host": hit}, hit, tuple(chunks))
+        cold = range(warm, -(-hit // CHUNK)) if pull.hosted else range(0)
+        most = self.rng.choice([None, 2]) if warm == 0 else None
+        return Pulled(
+            pull.request, hit, tuple(placed), {"host": hit}, hit, tuple(chunks), cold=cold, most=most
+        )  # fmt: skip
 
     def _chunk(self, start: int, tokens: int) -> HostChunk:
         self.granted.append(len(self.granted) + 1)
@@ -223,11 +255,14 @@ class House:
         if not self.holdings.ask_store:
             self.store_changes()
         for _ in range(3000):
-            if not (self.pushes or self.pulls or self.asks or self.scheduler.holding or self.scheduler.waiting):
+            under_way = self.pushes or self.pulls or self.asks or self.rows
+            if not (under_way or self.scheduler.holding or self.scheduler.waiting):
                 break
             self.now += 0.1
             while self.asks:
                 self.answer_ask()
+            while self.rows:
+                self.answer_rows()
             while self.pulls:
                 self.answer_pull()
             for _ in range(4):
@@ -241,7 +276,8 @@ def test_any_order_of_events_keeps_the_books_and_lets_everybody_end(seed: int) -
     house = House(seed)
     deeds = [house.submit, house.cancel, house.store_changes, house.time_passes, house.answer_pull, house.answer_push]
     for _ in range(120):
-        deed = house.rng.choices([*deeds, house.answer_ask, house.step], weights=[2, 0.4, 0.15, 0.2, 3, 4, 2, 6])[0]
+        more = [house.answer_ask, house.answer_rows, house.step]
+        deed = house.rng.choices([*deeds, *more], weights=[2, 0.4, 0.15, 0.2, 3, 4, 2, 2, 6])[0]
         if deed != house.submit or house.scheduler.waiting < 6:
             deed()
         house.check()

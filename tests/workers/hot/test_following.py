@@ -144,7 +144,7 @@ class Two:
         heard = FROM_FOLLOWER.open(*_split(FROM_FOLLOWER.encode(done(theirs))))
         assert isinstance(heard, HotDone)
         mine.hear([heard])
-        void = set(mine.void())
+        void = set(mine.end().lost)
         assert {keys[at] for at in heard.void} == void, "nothing happened meanwhile that the other hasn't seen"
         self._check(keys, selection, mine_at, void)
         self.void += len(void)

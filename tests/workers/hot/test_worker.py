@@ -38,6 +38,24 @@ def test_a_request_starts_on_a_prefix_of_which_no_row_is_on_the_device(sparse: S
         squeezed.wait(other, 60)
 
 
+def test_a_chunk_that_a_hit_ends_inside_of_is_stored_when_it_is_full(glm: Sparse) -> None:
+    """Else whoever comes back finds no more than the first time."""
+    prompt, store = glm.text(3 * CHUNK + 17, 6), FakeStore()
+    with glm.worker(store, max_tokens=512) as whole:
+        whole.ask(prompt, 1)
+        whole.settle()
+    longer = [*prompt, *glm.text(200, 8)]
+    with glm.worker(store, **TIGHT) as squeezed:
+        answer = squeezed.ask(longer, 4)
+        assert answer.tokens == glm.expected(longer, 4) and answer.cached == 3 * CHUNK + 16
+        assert squeezed.stat("hot.regions_opened") == 1 and squeezed.stat("push.incomplete") == 0
+        squeezed.settle()
+        again = [*longer, 5]
+        answer = squeezed.ask(again, 4)
+        assert answer.tokens == glm.expected(again, 4) and answer.cached > len(longer) - CHUNK
+    assert store.leases == store.released
+
+
 @pytest.mark.parametrize("length", [CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 3 * CHUNK + 16, 3 * CHUNK + 17])
 def test_a_hit_at_every_boundary(glm: Sparse, length: int) -> None:
     prompt, store = glm.text(length, 6), FakeStore()

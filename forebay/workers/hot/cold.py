@@ -1,0 +1,92 @@
+"""The part of one request's prefix whose rows tiers have: what of it is in host memory by now, and what is waited for.
+
+    COLD ----a step names rows of it, or one did before----> ASKED ----it comes----> HERE
+      ^                                                        |                       |
+      `------------------ it doesn't come ---------------------'                       |
+      `------- others are wanted, and there may be no more (`most`) -------------------'
+
+A chunk is the least that a tier brings. A step that names a row of one that isn't here is void for this request, which
+then waits until all are here that the step has named: so each attempt gets at least one layer further. What such a step
+names behind that layer is a guess; it is brought with the rest. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from forebay.workers.moves import Pull
+
+
+@dataclass(slots=True, eq=False)
+class ColdRows:
+    """Chunks are named by their position in the prompt. `pull` is how the request has asked for its prefix, of which
+    `hit` tokens are served. Of chunks that were cold at first, `most` may be in host memory at a time (None: all)."""
+
+    pull: Pull
+    hit: int
+    cold: set[int]
+    most: int | None = None
+    here: dict[int, None] = field(default_factory=dict)
+    asked: set[int] = field(default_factory=set)
+    waits: set[int] = field(default_factory=set)
+    _needed: set[int] = field(default_factory=set)
+
+    @property
+    def watched(self) -> bool:
+        """Does it matter what steps read?"""
+        return bool(self.cold) or self.most is not None
+
+    @property
+    def parked(self) -> bool:
+        """Does the request wait for any?"""
+        return bool(self.waits)
+
+    def read(self, named: Iterable[int]) -> None:
+        """A step has read rows of these chunks, and holds: they go last when others are wanted."""
+        for position in named:
+            if position in self.here:
+                del self.here[position]
+                self.here[position] = None
+        self._needed.clear()
+
+    def lack(self, missing: Collection[int], named: Iterable[int]) -> None:
+        """A step is void because these were `missing`, of all that it has `named`: they are waited for."""
+        assert self.cold.issuperset(missing), (self.cold, missing)
+        self.waits.update(missing)
+        self._needed.update(named)
+
+    def ask(self, ahead: Iterable[int] = ()) -> list[int]:
+        """Those that are to be asked for now: what is waited for, then what may be wanted, as far as there may be more.
+        Each is asked for once."""
+        wanted = sorted(self.waits - self.asked)
+        room = len(self.cold) if self.most is None else self.most - len(self.here) - len(self.asked) - len(wanted)
+        more = [position for position in ahead if position in self.cold and position not in self.waits | self.asked]
+        wanted += more[: max(0, room)]
+        self.asked.update(wanted)
+        return wanted
+
+    def surplus(self) -> list[int]:
+        """Those to let go of before others come, least recently read first; none that a step needs now."""
+        if self.most is None:
+            return []
+        count = len(self.here) + len(self.waits | self.asked) - self.most
+        return [position for position in self.here if position not in self._needed][: max(0, count)]
+
+    def leave(self, position: int) -> None:
+        """One isn't in host memory any more."""
+        del self.here[position]
+        self.cold.add(position)
+
+    def came(self, position: int) -> None:
+        """One is in host memory."""
+        if position in self.cold:
+            self.cold.remove(position)
+            self.here[position] = None
+        self.waits.discard(position)
+
+    def ended(self, positions: Iterable[int]) -> list[int]:
+        """Nothing more comes of what was asked for. Returns those that are waited for, and haven't come."""
+        ended = set(positions)
+        self.asked -= ended
+        return sorted(ended & self.waits)

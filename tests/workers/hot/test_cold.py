@@ -1,0 +1,171 @@
+"""A prefix that only tiers have: a request begins with its index keys, and rows come as they are chosen."""
+
+from __future__ import annotations
+
+from tests.workers.fake_store import FakeStore, Stored
+from tests.workers.harness import CHUNK, Answer, Harness, wait_until
+from tests.workers.hot.conftest import SQUEEZED, TIGHT, Sparse
+
+CHUNKS = 14
+"""Just more than SQUEEZED holds whole."""
+MANY = 60
+"""A token of these models chooses 24 rows in a layer, which are all over the prompt."""
+
+
+def cold_prefix(sparse: Sparse, seed: int, chunks: int = CHUNKS) -> tuple[list[int], FakeStore]:
+    """A prompt of which a tier has everything but the last token, and memory nothing."""
+    prompt, store = sparse.text(chunks * CHUNK + 1, seed), FakeStore()
+    with sparse.worker(store) as whole:
+        whole.ask(prompt, 1)
+        whole.settle()
+    store.tier.take_all()
+    store.tier.brought.clear()
+    return prompt, store
+
+
+def ask(worker: Harness, prompt: list[int], count: int) -> Answer:
+    answer = worker.wait(worker.submit(prompt, count), 60)
+    assert answer.finished is not None and answer.finished.reason != "error", answer.finished
+    return answer
+
+
+def rows_brought(store: FakeStore) -> set[int]:
+    return {start // CHUNK for group, start in store.tier.brought if group == 0}
+
+
+def test_rows_come_as_they_are_chosen_and_others_stay_where_they_are(sparse: Sparse) -> None:
+    prompt, store = cold_prefix(sparse, 61, MANY)
+    with sparse.worker(store, **TIGHT) as worker:
+        answer = ask(worker, prompt, 2)
+        assert answer.tokens == sparse.expected(prompt, 2) and answer.cached == MANY * CHUNK
+        assert answer.started is not None and answer.started.cached == {"slow": MANY * CHUNK}
+        assert worker.stat("hot.parked_steps") > 0 and worker.stat("hot.put_off") == 0
+        assert worker.stat("hot.chunks_brought") == worker.stat("hosted.slow.chunks") == len(rows_brought(store))
+    assert 0 < len(rows_brought(store)) < MANY
+    assert sum(group == 1 for group, _ in store.tier.brought) == MANY
+    assert store.leases == store.released and not store.asides
+
+
+def test_what_a_tier_has_lost_is_computed_from_there_on(glm: Sparse) -> None:
+    """It says that it has it, and brings nothing."""
+    prompt, store = cold_prefix(glm, 62)
+    first = None
+
+    def gone(stored: Stored) -> bool:
+        nonlocal first
+        first = stored.chunk.start if first is None and stored.chunk.group == 0 else first
+        return stored.chunk.group == 0 and stored.chunk.start == first
+
+    store.tier.gone = gone
+    with glm.worker(store, **TIGHT) as worker:
+        assert ask(worker, prompt, 4).tokens == glm.expected(prompt, 4)
+        assert worker.stat("hot.chunks_late") > 0 and worker.stat("hot.put_off") == 1
+        assert worker.stat("hot.given_up") == 0
+    assert store.leases == store.released
+
+
+def test_rows_that_do_not_come_by_their_deadline_are_computed(glm: Sparse) -> None:
+    """The tier brings all index keys, and then hangs for ever."""
+    prompt, store = cold_prefix(glm, 63)
+    with glm.worker(store, **(TIGHT | {"hot_buffer_deadline_s": 0.2, "lookup_deadline_ms": 300})) as worker:
+        store.tier.allowed = CHUNKS
+        assert ask(worker, prompt, 4).tokens == glm.expected(prompt, 4)
+        assert worker.stat("hot.chunks_late") > 0 and rows_brought(store) == set()
+    assert store.leases == store.released
+
+
+def test_others_go_on_while_one_waits_for_its_rows(glm: Sparse) -> None:
+    prompt, store = cold_prefix(glm, 64)
+    with glm.worker(store, **SQUEEZED) as worker:
+        store.tier.allowed = CHUNKS
+        waiting = worker.submit(prompt, 4)
+        wait_until("it waits", lambda: worker.stat("hot.parked") == 1, 60)
+        short = glm.text(60, 65)
+        assert ask(worker, short, 8).tokens == glm.expected(short, 8)
+        assert worker.stat("hot.parked") == 1 and not worker.answers[waiting].tokens
+        store.tier.allowed = None
+        assert worker.wait(waiting, 60).tokens == glm.expected(prompt, 4)
+        assert worker.stat("hot.put_off") == 0
+
+
+def test_one_that_is_cancelled_while_it_waits_leaves_nothing_behind(glm: Sparse) -> None:
+    prompt, store = cold_prefix(glm, 66)
+    with glm.worker(store, **TIGHT) as worker:
+        store.tier.allowed = CHUNKS
+        key = worker.submit(prompt, 4)
+        wait_until("it waits", lambda: worker.stat("hot.parked") == 1, 60)
+        worker.cancel(key)
+        wait_until("it has gone", lambda: worker.answers[key].finished)
+        store.tier.allowed = None
+        wait_until("what came for it was let go of", lambda: store.leases == store.released, 60)
+    assert not store.asides
+
+
+def test_a_store_that_goes_away_while_one_waits_costs_no_token(glm: Sparse) -> None:
+    prompt, store = cold_prefix(glm, 67)
+    with glm.worker(store, **TIGHT) as worker:
+        store.tier.allowed = CHUNKS
+        key = worker.submit(prompt, 4)
+        wait_until("it waits", lambda: worker.stat("hot.parked") == 1, 60)
+        store.lose_connections()
+        wait_until("it was put off", lambda: worker.stat("hot.put_off") > 0, 60)
+        store.tier.allowed = None
+        store.up = True
+        assert worker.wait(key, 60).tokens == glm.expected(prompt, 4)
+
+
+def test_a_chunk_that_is_damaged_on_its_way_is_brought_again(glm: Sparse) -> None:
+    prompt, store = cold_prefix(glm, 68)
+    spoilt: list[tuple[int, bytes]] = []
+    bring = store.tier._bring
+
+    async def spoiling(stored: Stored, until: float) -> bool:
+        came = await bring(stored, until)
+        if came and stored.chunk.group == 0 and not spoilt:
+            spoilt.append((0, stored.chunk.key))
+            wrong = Stored(stored.chunk, bytearray(stored.payload), stored.checksums, stored.generation, "slow")
+            wrong.payload[100] ^= 1
+            store.chunks[0, stored.chunk.key] = wrong
+        return came
+
+    store.tier._bring = spoiling  # type: ignore[method-assign]
+    with glm.worker(store, **TIGHT) as worker:
+        assert ask(worker, prompt, 4).tokens == glm.expected(prompt, 4)
+        assert worker.stat("loads.corrupt") == 1 and store.reported == spoilt
+        assert worker.stat("hot.put_off") == 0
+
+
+def test_what_was_read_last_is_brought_ahead_the_next_time(glm: Sparse) -> None:
+    prompt, store = cold_prefix(glm, 69)
+    with glm.worker(store, **TIGHT) as worker:
+        assert ask(worker, prompt, 4).tokens == glm.expected(prompt, 4)
+        first, waits = rows_brought(store), worker.stat("hot.parked_steps")
+        assert worker.stat("hot.chunks_ahead") == 0 < waits
+        worker.settle()
+        store.tier.take_all()
+        store.tier.brought.clear()
+        longer = [*prompt, *glm.text(20, 70)]
+        assert ask(worker, longer, 4).tokens == glm.expected(longer, 4)
+        assert worker.stat("hot.chunks_ahead") > 0 and first & rows_brought(store)
+        assert worker.stat("hot.chunks_brought") > worker.stat("hot.chunks_waited_for") - waits
+
+
+def test_a_prefix_that_could_never_lie_in_memory_as_a_whole_is_read_all_the_same(sparse: Sparse) -> None:
+    """Chunks that were read least recently make room for others."""
+    prompt, store = cold_prefix(sparse, 61, MANY)
+    store.most_room = MANY - 20
+    with sparse.worker(store, **TIGHT) as worker:
+        assert ask(worker, prompt, 4).tokens == sparse.expected(prompt, 4)
+        assert worker.stat("hosted.begun_cold") == 1 and worker.stat("hot.put_off") == 0
+        assert worker.stat("hot.chunks_left") > 0
+    assert store.leases == store.released and not store.asides
+
+
+def test_a_step_that_reads_more_than_there_may_be_gets_on(glm: Sparse) -> None:
+    """There is no promise of room for that, and here there is some."""
+    prompt, store = cold_prefix(glm, 71)
+    store.most_room = 4
+    with glm.worker(store, **TIGHT) as worker:
+        assert ask(worker, prompt, 6).tokens == glm.expected(prompt, 6)
+        assert worker.stat("hosted.begun_cold") == 1 and worker.stat("hot.put_off") == 0
+    assert store.leases == store.released and not store.asides

@@ -1,0 +1,115 @@
+"""What of a cold prefix is asked for, once, in which order, and what makes room for it."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from forebay.kvstore.identity import KEY_BYTES
+from forebay.workers.hot.cold import ColdRows
+from forebay.workers.hot.recent import AHEAD_MAX, REMEMBERED_MAX, Recent
+from forebay.workers.moves import Pull
+
+SEEDS = int(os.environ.get("FOREBAY_HOT_SEEDS", "150")) // 5
+PULL = Pull("r", b"", b"", b"", 0, 0, ())
+
+
+def rows(count: int, most: int | None = None) -> ColdRows:
+    return ColdRows(PULL, 0, set(range(count)), most)
+
+
+def test_what_a_step_lacks_is_asked_for_once_and_waited_for() -> None:
+    cold = rows(8)
+    cold.lack({5, 2}, [1, 2, 5])
+    assert cold.parked and cold.ask() == [2, 5] and cold.ask() == []
+    cold.came(2)
+    assert cold.parked and cold.cold == {0, 1, 3, 4, 6, 7, 5}
+    cold.came(5)
+    assert not cold.parked and cold.ended([2, 5]) == [] and list(cold.here) == [2, 5]
+
+
+def test_what_does_not_come_is_told() -> None:
+    cold = rows(8)
+    cold.lack({1, 3}, [1, 3])
+    asked = cold.ask(ahead=[6])
+    assert asked == [1, 3, 6]
+    cold.came(3)
+    assert cold.ended(asked) == [1]
+
+
+def test_what_may_be_wanted_waits_for_nobody_and_takes_only_room_that_is_left() -> None:
+    cold = rows(8, most=3)
+    cold.lack({0, 1}, [0, 1])
+    assert cold.ask(ahead=[7, 6, 5]) == [0, 1, 7]
+    for position in (0, 1):
+        cold.came(position)
+    assert not cold.parked
+    cold.lack({7}, [7])
+    assert cold.ask() == [] and cold.parked, "it is on its way"
+
+
+def test_what_was_read_least_recently_makes_room_and_nothing_that_is_needed() -> None:
+    cold = rows(8, most=3)
+    for position in (0, 1, 2):
+        cold.came(position)
+    cold.read([0])
+    cold.lack({5}, [2, 5])
+    assert cold.surplus() == [1]
+    cold.leave(1)
+    cold.lack({5, 6, 7}, [2, 5, 6, 7])
+    assert cold.surplus() == [0], "2 is named as well"
+    assert 1 in cold.cold
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_any_order_of_events_keeps_the_books(seed: int) -> None:
+    rng = random.Random(seed)
+    count = rng.randrange(1, 12)
+    cold, under_way = rows(count, rng.choice([None, 1, 3])), list[list[int]]()
+    for _ in range(100):
+        deed = rng.randrange(3)
+        named = rng.sample(range(count), rng.randrange(1, count + 1))
+        if deed == 0 and not cold.parked:
+            missing = cold.cold & set(named)
+            (cold.lack(missing, named) if missing else cold.read(named))
+        elif deed == 1:
+            for position in cold.surplus():
+                assert position not in cold._needed
+                cold.leave(position)
+            asked = cold.ask(rng.sample(range(count), rng.randrange(count + 1)))
+            assert not {p for some in under_way for p in some} & set(asked) and cold.cold.issuperset(asked)
+            under_way += [asked] if asked else []
+            if cold.most is not None:
+                assert len(cold.here) + len(cold.asked) <= max(cold.most, len(cold._needed | cold.asked))
+        elif under_way:
+            asked = under_way.pop(rng.randrange(len(under_way)))
+            came = [position for position in asked if rng.random() < 0.7]
+            for position in came:
+                cold.came(position)
+            late = cold.ended(asked)
+            assert set(late) <= set(asked) - set(came) and set(late) <= cold.waits
+        assert cold.cold.isdisjoint(cold.here) and cold.cold | set(cold.here) == set(range(count))
+        assert cold.waits <= cold.cold and cold.asked <= {p for some in under_way for p in some}
+
+
+def keys(count: int, salt: int = 0) -> bytes:
+    return b"".join((salt << 32 | number).to_bytes(KEY_BYTES, "big") for number in range(count))
+
+
+def test_what_was_read_last_is_known_by_its_key_alone() -> None:
+    recent = Recent()
+    recent.note(keys(9), [3, 8, 9, 1])
+    assert recent.among(keys(9), {1, 2, 3, 4}) == [1, 3] and len(recent) == 3
+    assert recent.among(keys(9, salt=1), {1, 2, 3}) == []
+
+
+def test_it_remembers_no_more_than_its_cap_and_forgets_what_is_oldest() -> None:
+    recent = Recent()
+    for salt in range(REMEMBERED_MAX // AHEAD_MAX + 1):
+        recent.note(keys(AHEAD_MAX + 5, salt), range(AHEAD_MAX + 5))
+    assert len(recent) == REMEMBERED_MAX
+    everything = set(range(AHEAD_MAX + 5))
+    assert recent.among(keys(AHEAD_MAX + 5), everything) == []
+    assert recent.among(keys(AHEAD_MAX + 5, 1), everything) == list(range(5, AHEAD_MAX + 5))
