@@ -1,6 +1,6 @@
 """Load all, compute all, or cut: time to first token of prompts whose prefix lies in a tier of any speed.
 
-    python -m benchmarks.cut [--long] [--lengths 512,2048] [--times 0.1,0.33,1,3,10] [--repeats 3] [--model PATH]
+    python -m benchmarks.cut [--long] [--lengths 512,2048] [--times 0.1,0.33,1,3,10] [--repeats 3] [--small]
 
 Real processes by the public commands: one store with a file tier behind a link that is throttled, three workers that
 differ in `--prefixes` alone. For each length, break-even is measured first: the bytes that loading all takes, by the
@@ -24,6 +24,7 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks.made import LETTERS, small_model
 from benchmarks.report import Measure, Report, median, parser, table
 from benchmarks.serve import interval
 from benchmarks.ttft import Bench, demo_model
@@ -54,10 +55,10 @@ class Cell:
 class Arena:
     """A store, its throttled tier, and one worker a policy."""
 
-    def __init__(self, cluster: Cluster, client: httpx.Client, longest: int) -> None:
+    def __init__(self, cluster: Cluster, client: httpx.Client, longest: int, tokens: range) -> None:
         self.cluster = cluster
         self._bench = Bench(cluster, client, [])
-        self._rng = random.Random(7)
+        self._rng, self._tokens = random.Random(7), tokens
         self._set_pace(float("inf"))
         (cluster.folder / "keep").touch()
         cluster.start_store()
@@ -70,7 +71,7 @@ class Arena:
 
     def prompt(self, length: int) -> list[int]:
         """Tokens that nobody has seen."""
-        return [self._rng.randrange(1000, 200_000) for _ in range(length)]
+        return self._rng.choices(self._tokens, k=length)
 
     def store(self, prompt: list[int]) -> float:
         """Have it computed and stored; the seconds to its first token."""
@@ -176,6 +177,7 @@ def main() -> int:
     """Run all cells; exit code 1 if a target is missed."""
     options = parser(__doc__ or "")
     options.add_argument("--model", type=Path, help="safetensors directory or GGUF (default: the demo model)")
+    options.add_argument("--small", action="store_true", help="a small model that is made for it, for slow CPUs")
     options.add_argument("--dtype", default="bfloat16")
     options.add_argument("--long", action="store_true", help="up to 32 k tokens, more bandwidths, more prompts: hours")
     options.add_argument("--lengths", type=numbers, help="tokens of prompts")
@@ -187,13 +189,16 @@ def main() -> int:
     lengths = [int(length) for length in args.lengths or usual]
     report = Report(f"cut: {args.dtype}, medians of {args.repeats or repeats} prompts a cell")
     with tempfile.TemporaryDirectory(prefix="forebay-cut-") as folder, httpx.Client() as client:
-        cluster = Cluster(Path(folder), args.model or demo_model(), args.dtype, chunk_tokens=CHUNK, memory="1GiB")
+        model, tokens = args.model or (None if args.small else demo_model()), range(1000, 200_000)
+        if model is None:
+            model, tokens = small_model(Path(folder)), range(LETTERS)
+        cluster = Cluster(Path(folder), model, args.dtype, chunk_tokens=CHUNK, memory="1GiB")
         cluster.tiers = (
             '[tiers.slow]\nkind = "forebay.testing.throttled:ThrottledFiles"\n'
             f'directory = "{folder}/files"\npace = "{folder}/pace"\nkeep = "{folder}/keep"\nquota_bytes = "8GiB"\n'
         )
         try:
-            arena = Arena(cluster, client, max(lengths))
+            arena = Arena(cluster, client, max(lengths), tokens)
             for length in lengths:
                 run_length(report, arena, length, args.times or times, args.repeats or repeats, args.longest)
         finally:
