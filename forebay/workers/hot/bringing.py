@@ -215,6 +215,8 @@ class HotPuller:
 
     def _in_place(self, pull: Pull, found: Found) -> list[int]:
         """Which chunks, by their places in the answer, are read where they are."""
+        if not pull.hosted:
+            return []
         (group,) = pull.hosted
         end = open_unit(self._shapes[group], len(pull.rooms[group].spare), found.hit) * MATCH_UNIT
         return [at for at, chunk in enumerate(found.chunks) if chunk.group == group and chunk.start < end]
