@@ -69,22 +69,23 @@ class HotHoldings(Holdings):
     def fits(self, tokens: int) -> bool:
         """See `Holdings.fits`."""
         return all(
-            shape.footprint(tokens) <= pool.blocks or (group == self._sparse and self._hot_fits)
+            shape.footprint(tokens) <= pool.blocks or (group == self._sparse and units_of(tokens) <= self._hot_units)
             for group, (shape, pool) in enumerate(zip(self.shapes, self.pools, strict=True))
         )
 
     @property
-    def _hot_fits(self) -> bool:
-        return self.book.settings.footprint <= self.pools[self._sparse].blocks
+    def _hot_units(self) -> int:
+        """The longest that a hot request can be: all of it may come to be read in host memory."""
+        return self.book.host.most if self.book.settings.footprint <= self.pools[self._sparse].blocks else 0
 
     def capacity(self) -> int:
         """See `Holdings.capacity`."""
-        others = [
-            pool.blocks
+        rooms = [
+            max(pool.blocks, self._hot_units + 1) if group == self._sparse else pool.blocks
             for group, (shape, pool) in enumerate(zip(self.shapes, self.pools, strict=True))
-            if not shape.windowed and not (group == self._sparse and self._hot_fits)
+            if not shape.windowed
         ]
-        most = min(others, default=2**31) - 1
+        most = min(rooms, default=2**31) - 1
         return most * MATCH_UNIT if self.fits(most * MATCH_UNIT) else 0
 
     # --- a request comes -------------------------------------------------------------------------------

@@ -193,3 +193,11 @@ def test_no_more_host_pages_are_used_than_the_cap(glm: Sparse) -> None:
                 time.sleep(0.005)
             assert worker.answers[key].tokens == glm.expected(prompt, 8)
         assert 0 < most <= worker.stat("hot.host_pages_max") == 16
+
+
+def test_what_host_pages_could_never_hold_is_refused_at_once(glm: Sparse) -> None:
+    with glm.worker(FakeStore(), **(SQUEEZED | {"hot_buffer_host_tokens": 256})) as worker:
+        answer = worker.wait(worker.submit(glm.text(1500, 19), 8), 60)
+        assert answer.finished is not None and answer.finished.reason == "error"
+        prompt = glm.text(200, 20)
+        assert worker.ask(prompt, 8).tokens == glm.expected(prompt, 8)
