@@ -98,7 +98,8 @@ class RoomGiven:
 class AskRows:
     """Bring chunks of a prefix into host memory, whose rows tiers have: `positions`, in the order in which they are of
     use. `pull` asked for the prefix, of which `hit` tokens are served; `admission` as in Push, `aside` is where there
-    is room. With `apart` each is pinned under a lease of its own. Answered by RowsCame."""
+    is room. With `apart` each is pinned under a lease of its own. `number` tells asks of one stay apart. Answered by
+    RowsCame."""
 
     request: Hashable
     admission: int
@@ -108,6 +109,7 @@ class AskRows:
     aside: int
     deadline_s: float
     apart: bool = False
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,14 +21,16 @@ from forebay.workers.moves import Pull
 @dataclass(slots=True, eq=False)
 class ColdRows:
     """Chunks are named by their position in the prompt. `pull` is how the request has asked for its prefix, of which
-    `hit` tokens are served. Of chunks that were cold at first, `most` may be in host memory at a time (None: all)."""
+    `hit` tokens are served. Of chunks that were cold at first, `most` may be in host memory at a time (None: all). `asked`
+    are those that are on their way, each with the number of the last of `asks` for it."""
 
     pull: Pull
     hit: int
     cold: set[int]
     most: int | None = None
     here: dict[int, None] = field(default_factory=dict)
-    asked: set[int] = field(default_factory=set)
+    asked: dict[int, int] = field(default_factory=dict)
+    asks: int = 0
     waits: set[int] = field(default_factory=set)
     _needed: set[int] = field(default_factory=set)
 
@@ -58,19 +60,20 @@ class ColdRows:
 
     def ask(self, ahead: Iterable[int] = ()) -> list[int]:
         """Those that are to be asked for now: what is waited for, then what may be wanted, as far as there may be more.
-        Each is asked for once."""
-        wanted = sorted(self.waits - self.asked)
+        Each is asked for once until it comes, or doesn't."""
+        wanted = sorted(self.waits - self.asked.keys())
         room = len(self.cold) if self.most is None else self.most - len(self.here) - len(self.asked) - len(wanted)
-        more = [position for position in ahead if position in self.cold and position not in self.waits | self.asked]
+        more = [position for position in ahead if position in self.cold and position not in self.waits | self.asked.keys()]
         wanted += more[: max(0, room)]
-        self.asked.update(wanted)
+        self.asks += 1
+        self.asked.update(dict.fromkeys(wanted, self.asks))
         return wanted
 
     def surplus(self) -> list[int]:
         """Those to let go of before others come, least recently read first; none that a step needs now."""
         if self.most is None:
             return []
-        count = len(self.here) + len(self.waits | self.asked) - self.most
+        count = len(self.here) + len(self.waits | self.asked.keys()) - self.most
         return [position for position in self.here if position not in self._needed][: max(0, count)]
 
     def leave(self, position: int) -> None:
@@ -84,9 +87,12 @@ class ColdRows:
             self.cold.remove(position)
             self.here[position] = None
         self.waits.discard(position)
+        self.asked.pop(position, None)
 
-    def ended(self, positions: Iterable[int]) -> list[int]:
-        """Nothing more comes of what was asked for. Returns those that are waited for, and haven't come."""
-        ended = set(positions)
-        self.asked -= ended
+    def ended(self, positions: Iterable[int], number: int) -> list[int]:
+        """Nothing more comes of what was asked for with this number of `asks`. Returns those that are waited for, and
+        haven't come. What came, was let go of, and has been asked for anew is the later one's."""
+        ended = {position for position in positions if self.asked.get(position) == number}
+        for position in ended:
+            del self.asked[position]
         return sorted(ended & self.waits)

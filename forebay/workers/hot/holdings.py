@@ -194,7 +194,7 @@ class HotHoldings(Holdings):
     def row_asks(self) -> list[AskRows]:
         """See `Holdings.row_asks`."""
         for key, book in self.book.everybody():
-            if book.cold is None or not book.cold.waits - book.cold.asked:
+            if book.cold is None or not book.cold.waits - book.cold.asked.keys():
                 continue
             for position in book.cold.surplus():
                 if self.book.leave(key, position):
@@ -211,6 +211,7 @@ class HotHoldings(Holdings):
                 AskRows(
                     key, book.admission, book.cold.pull, book.cold.hit, tuple(positions), book.aside,
                     self.book.settings.deadline_s, apart=book.cold.most is not None,
+                    number=book.cold.asks,
                 )
             )  # fmt: skip
 
@@ -227,7 +228,7 @@ class HotHoldings(Holdings):
             if self.book.brought(ask.request, chunk.start // size):
                 book.cold.came(chunk.start // size)
                 self.book.counters.add("hot.chunks_brought")
-        late = book.cold.ended(ask.positions) if came.done else []
+        late = book.cold.ended(ask.positions, ask.number) if came.done else []
         if not late:
             return []
         # It is computed anew from there on; should that happen again, nothing of it stays cold.

@@ -27,7 +27,7 @@ def test_what_a_step_lacks_is_asked_for_once_and_waited_for() -> None:
     cold.came(2)
     assert cold.parked and cold.cold == {0, 1, 3, 4, 6, 7, 5}
     cold.came(5)
-    assert not cold.parked and cold.ended([2, 5]) == [] and list(cold.here) == [2, 5]
+    assert not cold.parked and cold.ended([2, 5], cold.asks) == [] and list(cold.here) == [2, 5]
 
 
 def test_what_does_not_come_is_told() -> None:
@@ -36,7 +36,33 @@ def test_what_does_not_come_is_told() -> None:
     asked = cold.ask(ahead=[6])
     assert asked == [1, 3, 6]
     cold.came(3)
-    assert cold.ended(asked) == [1]
+    assert cold.ended(asked, cold.asks) == [1]
+
+
+def test_what_came_and_was_let_go_of_is_asked_for_anew_while_the_rest_is_still_on_its_way() -> None:
+    cold = rows(8, most=3)
+    first, number = cold.ask(ahead=[0, 1]), cold.asks
+    cold.came(0)
+    cold.lack({2, 3}, [2, 3])
+    assert cold.surplus() == [0]
+    cold.leave(0)
+    for position in cold.ask():
+        cold.came(position)
+    cold.read([2, 3])
+    cold.lack({0}, [0, 2])
+    assert cold.ask() == [0], "what is still on its way is 1"
+    assert cold.ended(first, number) == [] and cold.waits == {0}, "it comes by the later ask, or doesn't"
+    assert cold.ended([0], cold.asks) == [0]
+
+
+def test_what_has_come_counts_once_whatever_else_is_on_its_way() -> None:
+    cold = rows(8, most=4)
+    assert cold.ask(ahead=[0, 1]) == [0, 1]
+    cold.came(0)
+    cold.lack({2, 3}, [0, 2, 3])
+    cold.read([0])
+    cold.lack({2, 3}, [2, 3])
+    assert cold.surplus() == [], "0, what is on its way, and what is waited for are four"
 
 
 def test_what_may_be_wanted_waits_for_nobody_and_takes_only_room_that_is_left() -> None:
@@ -67,9 +93,9 @@ def test_what_was_read_least_recently_makes_room_and_nothing_that_is_needed() ->
 def test_any_order_of_events_keeps_the_books(seed: int) -> None:
     rng = random.Random(seed)
     count = rng.randrange(1, 12)
-    cold, under_way = rows(count, rng.choice([None, 1, 3])), list[list[int]]()
+    cold, under_way = rows(count, rng.choice([None, 1, 3])), dict[int, tuple[list[int], list[int]]]()
     for _ in range(100):
-        deed = rng.randrange(3)
+        deed = rng.randrange(4)
         named = rng.sample(range(count), rng.randrange(1, count + 1))
         if deed == 0 and not cold.parked:
             missing = cold.cold & set(named)
@@ -79,19 +105,24 @@ def test_any_order_of_events_keeps_the_books(seed: int) -> None:
                 assert position not in cold._needed
                 cold.leave(position)
             asked = cold.ask(rng.sample(range(count), rng.randrange(count + 1)))
-            assert not {p for some in under_way for p in some} & set(asked) and cold.cold.issuperset(asked)
-            under_way += [asked] if asked else []
+            assert not {p for _, left in under_way.values() for p in left} & set(asked)
+            assert cold.cold.issuperset(asked)
+            under_way |= {cold.asks: (asked, list(asked))} if asked else {}
+            assert cold.waits <= cold.asked.keys(), "whatever is waited for is on its way"
             if cold.most is not None:
-                assert len(cold.here) + len(cold.asked) <= max(cold.most, len(cold._needed | cold.asked))
+                assert len(cold.here) + len(cold.asked) <= max(cold.most, len(cold._needed | cold.asked.keys()))
         elif under_way:
-            asked = under_way.pop(rng.randrange(len(under_way)))
-            came = [position for position in asked if rng.random() < 0.7]
-            for position in came:
+            number = rng.choice(list(under_way))
+            asked, left = under_way[number]
+            for position in [position for position in left if rng.random() < 0.7]:
+                left.remove(position)
                 cold.came(position)
-            late = cold.ended(asked)
-            assert set(late) <= set(asked) - set(came) and set(late) <= cold.waits
+            if deed == 3:
+                del under_way[number]
+                late = cold.ended(asked, number)
+                assert set(late) <= set(left) and set(late) <= cold.waits
         assert cold.cold.isdisjoint(cold.here) and cold.cold | set(cold.here) == set(range(count))
-        assert cold.waits <= cold.cold and cold.asked <= {p for some in under_way for p in some}
+        assert cold.waits <= cold.cold and cold.asked.keys() == {p for _, left in under_way.values() for p in left}
 
 
 def keys(count: int, salt: int = 0) -> bytes:
