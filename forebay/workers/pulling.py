@@ -60,6 +60,7 @@ class Puller:
         counters: Counters,
         rates: Rates,
         deliver: Callable[[Opened | RowsCame], None],
+        renewed: set[int],
     ) -> None:
         self._client = client
         self._shapes = tuple(shapes)
@@ -70,7 +71,7 @@ class Puller:
         self.fetcher = Fetcher(client, shapes, self._reading, counters, deliver)
         self._hot = HotPuller(
             client, shapes, counters, rules.deadline_ms, self._lookup, self._survey, self._copy_found, self.fetcher,
-            self._release_soon,
+            self._release_soon, renewed,
         )  # fmt: skip
 
     async def pull(self, namespace_id: bytes, pull: Pull) -> Pulled:

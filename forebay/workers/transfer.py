@@ -80,8 +80,11 @@ class Transfer:
         self._client, copiers, self._shard = doors.client, doors.copiers, doors.shard
         for made, shape in zip(copiers, shapes, strict=True):
             assert made.granule_bytes == shape.geometry.granule_bytes, shape.geometry
+        self._renewed: set[int] = set()
         rules = PullRules(config.lookup_deadline_ms, config.prefixes)
-        self._puller = Puller(self._client, shapes, copiers, rules, self.counters, self.rates, self._tell)
+        self._puller = Puller(
+            self._client, shapes, copiers, rules, self.counters, self.rates, self._tell, self._renewed
+        )  # fmt: skip
         self._pusher = doors.pusher(self._client, self.queue, copiers, self.counters, self._tell, trace)
         self._trace = trace
         self._namespace_id = b""
@@ -90,7 +93,6 @@ class Transfer:
         self._loop = uvloop.new_event_loop()
         self._wake = asyncio.Event()
         self._pulls: set[asyncio.Task[None]] = set()
-        self._renewed: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
 
     # --- from the engine's thread ------------------------------------------------------------------------

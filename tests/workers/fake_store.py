@@ -57,6 +57,7 @@ class FakeStore:
     """Chunks that are left of each lease's room."""
     asides_brought: dict[int, int] = field(default_factory=dict)
     """How much of it went to what the tier brought."""
+    joined: set[int] = field(default_factory=set)
     leases: int = 0
     released: int = 0
     parts_released: int = 0
@@ -231,6 +232,7 @@ class FakeStoreClient:
 
     async def join(self, leases: Sequence[int], *, lease_ms: int = 0) -> Joined:
         self._check()
+        self.store.joined |= set(leases)
         return Joined(rid=0, boot=self.boot, leases=[Shared(lease, 0, []) for lease in leases], lease_ms=lease_ms)
 
     async def hold(self, queries: Sequence[Query], *, lease_ms: int) -> Held:

@@ -51,7 +51,8 @@ Refusal = Literal["now", "ever"]
 
 class HotPuller:
     """Serves such pulls from one loop. `look_up` finds and pins, `survey` says how far tiers reach (None: not at all),
-    `copy` copies what isn't read in place (None: something was damaged), `release` gives a lease back soon."""
+    `copy` copies what isn't read in place (None: something was damaged), `release` gives a lease back soon. `renewed`
+    are the leases that the worker renews."""
 
     def __init__(
         self,
@@ -64,10 +65,11 @@ class HotPuller:
         copy: Copying,
         fetcher: Fetcher,
         release: Callable[[int], None],
+        renewed: set[int],
     ) -> None:
         self._client, self._shapes, self._counters, self._deadline_ms = client, tuple(shapes), counters, deadline_ms
         self._look_up, self._survey, self._copy, self._release = look_up, survey, copy, release
-        self._fetcher = fetcher
+        self._fetcher, self._renewed = fetcher, renewed
 
     async def pull(self, namespace_id: bytes, pull: Pull) -> Pulled:
         """Raises StoreError and TimeoutError, and nothing is pinned then."""
@@ -88,6 +90,7 @@ class HotPuller:
                 if found.lease and pulled is not None and pulled.hosted:
                     self._keep_hosted(pull, found)
                 elif found.lease:
+                    self._renewed.discard(found.lease)
                     self._release(found.lease)
             if pulled is not None:
                 return pulled
@@ -133,6 +136,8 @@ class HotPuller:
         if not isinstance(room, Room):
             return self._refused(pull, room)
         lease = room.lease
+        # Many chunks of index keys may take longer than a lease lasts.
+        self._renewed |= {found.lease, lease} - {0}
         try:
             front = await self._copy(pull, found)
             if front is None:
@@ -140,7 +145,7 @@ class HotPuller:
             indexed = await self._fetcher.index(namespace_id, pull, front, reach, self._deadline_ms)
             counted = found.hit if room.most is None else reach
             if indexed.hit < counted:  # more will have to be stored than it looked
-                self._client.release([lease])
+                self._let_go(lease)
                 lease = 0
                 room = await self._room(namespace_id, pull, front.hit, indexed.hit)
                 if not isinstance(room, Room):
@@ -151,7 +156,11 @@ class HotPuller:
             return pulled
         finally:
             if lease:
-                self._client.release([lease])
+                self._let_go(lease)
+
+    def _let_go(self, lease: int) -> None:
+        self._renewed.discard(lease)
+        self._client.release([lease])
 
     def _joined(self, pull: Pull, front: Pulled, indexed: Indexed, room: Room) -> Pulled:
         hit, first = indexed.hit, 0 if room.most is not None else front.hit // self._size(pull)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.workers.fake_store import FakeStore, Stored
 from tests.workers.harness import CHUNK, Answer, Harness, wait_until
 from tests.workers.hot.conftest import SQUEEZED, TIGHT, Sparse
@@ -183,3 +185,18 @@ def test_rows_that_come_again_and_again_take_nothing_of_the_room_for_what_a_requ
         assert worker.stat("hosted.begun_cold") == 1 and worker.stat("hot.chunks_brought") > store.most_room
         assert worker.stat("hot.chunks_refused") == worker.stat("hot.put_off") == 0
     assert store.leases == store.released and not store.asides
+
+
+def test_what_is_promised_is_renewed_while_index_keys_are_still_on_their_way(
+    glm: Sparse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forebay.workers.transfer.RENEW_S", 0.05)
+    prompt, store = cold_prefix(glm, 73)
+    with glm.worker(store, **(TIGHT | {"lookup_deadline_ms": 60_000})) as worker:
+        store.tier.allowed = 5
+        key = worker.submit(prompt, 4)
+        wait_until("its room was renewed", lambda: store.asides and store.joined.issuperset(store.asides), 60)
+        assert worker.answers[key].started is None
+        store.tier.allowed = None
+        assert worker.wait(key, 60).tokens == glm.expected(prompt, 4)
+    assert worker.stat("hosted.leases") == 0 and store.leases == store.released
