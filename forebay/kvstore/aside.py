@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @dataclass(slots=True, eq=False)
 class Aside:
     """What one lease has: `slots` that are left of `slot_bytes` each, for whole chunks of a group of a namespace at
-    `tenant`'s expense, and the chunks that it `keeps` by now. `brought` counts slots that tiers were given."""
+    `tenant`'s expense, and the chunks that it `keeps` by now."""
 
     namespace: bytes
     tenant: str
@@ -35,7 +35,6 @@ class Aside:
     slot_bytes: int
     slots: list[SlotRef] = field(default_factory=list)
     keeps: set[Entry] = field(default_factory=set)
-    brought: int = 0
 
 
 class Asides:
@@ -108,15 +107,6 @@ class Asides:
         slot = aside.slots.pop()
         self._forget(slot)
         self._core.place.take_aside(slot)
-        return slot
-
-    def bring(self, hold: Hold | None, slot_bytes: int, most: int) -> SlotRef | None:
-        """The same for a tier to write, which is given `most` of a lease's slots in all."""
-        aside = None if hold is None else hold.aside
-        if aside is None or aside.brought >= most:
-            return None
-        slot = self.spend(hold, slot_bytes)
-        aside.brought += slot is not None
         return slot
 
     def keep(self, hold: Hold | None, entry: Entry) -> bool:

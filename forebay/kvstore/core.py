@@ -37,7 +37,7 @@ from forebay.kvstore.namespaces import Namespaces
 from forebay.kvstore.pins import Owner, Pins
 from forebay.kvstore.placement import Placement
 from forebay.kvstore.policies.registry import Policies, PolicyChoice
-from forebay.kvstore.protocol import ASIDE_MAX, NewChunk, Slot
+from forebay.kvstore.protocol import NewChunk, Slot
 from forebay.kvstore.quarantine import Quarantine
 from forebay.kvstore.reservations import Reservations, parts_of
 from forebay.kvstore.slots import slot_bytes_for
@@ -351,16 +351,15 @@ class StoreCore:
     # --- promotion -------------------------------------------------------------------------------------
 
     def reserve_promotion(
-        self, namespace_id: bytes, chunk: NewChunk, owner: bytes, tenant: str = "", hold: Hold | None = None,
-        most: int = ASIDE_MAX,
-    ) -> Entry | None:  # fmt: skip
+        self, namespace_id: bytes, chunk: NewChunk, owner: bytes, tenant: str = "", hold: Hold | None = None
+    ) -> Entry | None:
         """A slot for a tier to fill, within the promotions' share; None if there is no room. It is `tenant`'s, who
         asks for it, until the chunk's own header says whose it is. With a `hold` that has room set aside, it is of that
-        room, which is used up by it, whatever the tier brings: tiers get `most` slots of it in all."""
+        room, which is used up by it, whatever the tier brings."""
         namespace = self.namespaces[namespace_id]
         if not self._within(self.promoting_bytes, self.limits.promoting_share, namespace, chunk):
             return None
-        slot = self.aside.bring(hold, self._slot_bytes(namespace, chunk), most)
+        slot = self.aside.spend(hold, self._slot_bytes(namespace, chunk))
         entry = self._new_entry(namespace, namespace_id, tenant, chunk, SlotState.PROMOTING, owner, slot=slot)
         if entry is not None:
             self.promoting_bytes += entry.slot_bytes

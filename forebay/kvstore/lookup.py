@@ -22,7 +22,7 @@ from forebay.kvstore.identity import KEY_BYTES, MATCH_UNIT, Namespace, chain, ch
 from forebay.kvstore.index import ChunkTable
 from forebay.kvstore.layout import needs_all, payload_bytes, round_down
 from forebay.kvstore.match import Front, longest_hit, needed_positions, state_bit
-from forebay.kvstore.protocol import ASIDE_MAX, EXTRA_BYTES_MAX, NewChunk
+from forebay.kvstore.protocol import EXTRA_BYTES_MAX, NewChunk
 from forebay.tiers.base import LookupResult, Query
 
 CUTS_MAX = 16
@@ -377,11 +377,10 @@ def promotions(core: StoreCore, found: Match, owners: dict[str, bytes]) -> Promo
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What `client` has set aside under `lease`, of which `most` chunks are for what it has brought into memory."""
+    """What `client` has set aside under `lease`, for what it has brought into memory."""
 
     client: Client
     lease: int
-    most: int = ASIDE_MAX
 
 
 def place_promotions(
@@ -448,8 +447,7 @@ def _promote(
     chunk = NewChunk(wanted.group, chosen.key, wanted.parent, wanted.start, tokens, extra)
     about = found.prompt.namespace_id, found.prompt.tenant
     hold = None if room is None else core.aside.of(room.client, room.lease, *about, chunk)
-    most = 0 if room is None else room.most
-    entry = core.reserve_promotion(about[0], chunk, owners[chosen.tier], about[1], hold, most)
+    entry = core.reserve_promotion(about[0], chunk, owners[chosen.tier], about[1], hold)
     if entry is None:
         core.counters.add("tier.no_room")
         return False

@@ -27,9 +27,6 @@ BATCH_ITEMS_MAX = 4096
 DEADLINE_S_MAX = 600.0
 """No request waits longer for tiers, whatever it asks for: what it holds meanwhile must come free."""
 
-ASIDE_MAX = 2**31
-"""More chunks than room is ever set aside for."""
-
 
 class Message(msgspec.Struct, frozen=True, tag=True, tag_field="type", forbid_unknown_fields=True, kw_only=True):
     """Base of all messages: a map with `type` first."""
@@ -233,8 +230,7 @@ class Fetch(Message, frozen=True):
 
     `wanted` are (group, chunk position), in the order in which they are of use: where one can't be had, the later ones
     aren't brought. `tokens` are known from `tokens_from` on, which all of them lie behind. Whole chunks of the group
-    for which room was set `aside` under that lease are brought into it, `aside_most` of them in all: what is left is
-    for what will be stored. The rest as in Lookup.
+    for which room was set `aside` under that lease are brought into it. The rest as in Lookup.
     """
 
     rid: int
@@ -249,7 +245,6 @@ class Fetch(Message, frozen=True):
     tenant: str = ""
     tokens_from: int = 0
     aside: int = 0
-    aside_most: int = ASIDE_MAX
 
 
 class Fetched(Message, frozen=True):

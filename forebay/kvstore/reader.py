@@ -117,16 +117,17 @@ class Reader:
 
     async def fetch(
         self, client: Client, prompt: Prompt, places: Sequence[Place], deadline_ms: int, wanted: Callable[[], bool],
-        room: Room | None = None,
+        aside: int = 0,
     ) -> tuple[Pinned, dict[Entry, str], bool]:  # fmt: skip
-        """As `lookup`, for single places, whether or not they add up to a hit; into `room`, if it is for them."""
+        """As `lookup`, for single places, whether or not they add up to a hit; into what was set `aside`, if it is for
+        them."""
         until = asyncio.get_running_loop().time() + deadline_ms / 1000
         found = match(self._core, prompt, places)
         loads: list[Load] = []
         held: list[Entry] = []
         try:
             if deadline_ms > 0 and self._tiers and found.lacks_any():
-                await self._promote_all(found, until, loads, held, room)
+                await self._promote_all(found, until, loads, held, Room(client, aside))
             for entry in self._there(match(self._core, prompt, places)):
                 if not entry.verified:
                     await self.check(entry)

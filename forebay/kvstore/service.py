@@ -29,7 +29,7 @@ from forebay.kvstore.identity import (
 )
 from forebay.kvstore.intake import Intake
 from forebay.kvstore.layout import check_shard
-from forebay.kvstore.lookup import Pinned, Prompt, Room, match
+from forebay.kvstore.lookup import Pinned, Prompt, match
 from forebay.kvstore.promises import Promises, check_batch
 from forebay.kvstore.protocol import (
     BATCH_ITEMS_MAX,
@@ -322,9 +322,8 @@ class StoreService:
             if not (0 <= group < groups and known):
                 raise RequestRefused("limits", f"position {position} of group {group} is no place of this prompt")
         places = list(dict.fromkeys(request.wanted))
-        room = Room(client, request.aside, request.aside_most)
         pinned, origins, pending = await self.reader.fetch(
-            client, prompt, places, _patience_ms(request), lambda: not connection.closed, room
+            client, prompt, places, _patience_ms(request), lambda: not connection.closed, request.aside
         )
         self.core.counters.add("store.fetches")
         if self.cascade.counts_hits:

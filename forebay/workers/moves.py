@@ -98,8 +98,8 @@ class RoomGiven:
 class AskRows:
     """Bring chunks of a prefix into host memory, whose rows tiers have: `positions`, in the order in which they are of
     use. `pull` asked for the prefix, of which `hit` tokens are served; `admission` as in Push, `aside` is where there
-    is room, for `aside_most` of all that this stay asks for; `number` tells its asks apart. With `apart` each is pinned
-    under a lease of its own. Answered by RowsCame."""
+    is room. With `apart` each is pinned under a lease of its own. `number` tells asks of one stay apart. Answered by
+    RowsCame."""
 
     request: Hashable
     admission: int
@@ -107,7 +107,6 @@ class AskRows:
     hit: int
     positions: tuple[int, ...]
     aside: int
-    aside_most: int
     deadline_s: float
     apart: bool = False
     number: int = 0

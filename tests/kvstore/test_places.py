@@ -9,7 +9,7 @@ import pytest
 
 from forebay.errors import RequestRefused
 from forebay.kvstore.client import StoreClient
-from forebay.kvstore.protocol import ASIDE_MAX, ChunkRead, Fetched, Surveyed
+from forebay.kvstore.protocol import ChunkRead, Fetched, Surveyed
 from tests.kvstore.running import payload_of, prompt_of
 from tests.kvstore.support import CHUNK, namespace
 from tests.kvstore.test_daemon_tiers import CHUNKS, TOKENS, TierStore, fs
@@ -48,12 +48,12 @@ def survey(store: TierStore, tokens: list[int] = TOKENS) -> Surveyed:
 
 def fetch(
     client: StoreClient, wanted: list[tuple[int, int]], tokens: list[int] = TOKENS, deadline_ms: int = 5000,
-    tokens_from: int = 0, aside: int = 0, aside_most: int = ASIDE_MAX,
+    tokens_from: int = 0, aside: int = 0,
 ) -> Fetched:  # fmt: skip
     prompt = prompt_of(SPEC, tokens)
     return client.fetch(
         SPEC.id, prompt.root, prompt.tokens[4 * tokens_from :], prompt.keys, limit=len(tokens), wanted=wanted,
-        deadline_ms=deadline_ms, tokens_from=tokens_from, aside=aside, aside_most=aside_most,
+        deadline_ms=deadline_ms, tokens_from=tokens_from, aside=aside,
     )  # fmt: skip
 
 
@@ -154,14 +154,3 @@ def test_what_is_brought_takes_the_room_that_was_set_aside_for_it(store: TierSto
         assert values["host.aside_bytes"] == 0 and values["host.evictable"] == 0, "who asked for them reads them"
         client.release([fetched.lease])
     store.until(lambda v: v["host.evictable"] == 3)
-
-
-def test_what_is_brought_leaves_the_room_that_is_for_what_will_be_stored(store: TierStore) -> None:
-    with connected(store) as client:
-        aside = client.set_aside(SPEC.id, "", FULL, 3, lease_ms=60_000)
-        room = client.stats().values["host.aside_bytes"]
-        for positions in ([0], [1, 3]):  # 2 is lost by now
-            wanted = [(FULL, position) for position in positions]
-            fetched = fetch(client, wanted, aside=aside.lease, aside_most=2)
-            assert places(fetched.chunks) == wanted, "what is more than that has ordinary room"
-        assert client.stats().values["host.aside_bytes"] == room / 3

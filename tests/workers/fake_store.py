@@ -55,8 +55,6 @@ class FakeStore:
     most_room: int = 1 << 20
     asides: dict[int, int] = field(default_factory=dict)
     """Chunks that are left of each lease's room."""
-    asides_brought: dict[int, int] = field(default_factory=dict)
-    """How much of it went to what the tier brought."""
     joined: set[int] = field(default_factory=set)
     leases: int = 0
     released: int = 0
@@ -193,17 +191,13 @@ class FakeStoreClient:
     async def fetch(
         self, namespace_id: bytes, root: bytes, tokens: bytes, keys: bytes, *, limit: int,
         wanted: Sequence[tuple[int, int]], deadline_ms: int, tenant: str = "", tokens_from: int = 0, aside: int = 0,
-        aside_most: int = 1 << 31,
     ) -> Fetched:  # fmt: skip
         self._check()
         chunks = await self.store.tier.fetch(root, tokens, tokens_from, keys, wanted, deadline_ms)
         self._check()
         brought = sum(chunk.group == 0 and bool(chunk.promoted) for chunk in chunks)
         if aside in self.store.asides:
-            before = self.store.asides_brought.get(aside, 0)
-            spent = max(0, min(brought, self.store.asides[aside], aside_most - before))
-            self.store.asides[aside] -= spent
-            self.store.asides_brought[aside] = before + spent
+            self.store.asides[aside] = max(0, self.store.asides[aside] - brought)
         self.store.leases += 1
         return Fetched(rid=0, boot=self.boot, lease=self.store.leases, chunks=chunks)
 

@@ -8,7 +8,6 @@ from typing import Literal, TypeVar
 
 from forebay.kvstore.client.session import Session
 from forebay.kvstore.protocol import (
-    ASIDE_MAX,
     Aside,
     Clear,
     Cleared,
@@ -118,15 +117,14 @@ class PromiseCalls(ABC):
     async def fetch(
         self, namespace_id: bytes, root: bytes, tokens: bytes, keys: bytes, *, limit: int,
         wanted: Sequence[tuple[int, int]], deadline_ms: int, extra: bytes = b"", tenant: str = "",
-        tokens_from: int = 0, aside: int = 0, aside_most: int = ASIDE_MAX,
+        tokens_from: int = 0, aside: int = 0,
     ) -> Fetched:  # fmt: skip
-        """Bring places (group, chunk position) of a prompt from tiers, `aside_most` in all into what was set `aside`
-        if that is for them, and pin what is there. The pins end with `release`."""
+        """Bring places (group, chunk position) of a prompt from tiers, into what was set `aside` if that is for them,
+        and pin what is there. The pins end with `release`."""
         rid = self._session.rid()
         message = Fetch(
             rid=rid, namespace=namespace_id, root=root, tokens=tokens, keys=keys, limit=limit, wanted=list(wanted),
             deadline_ms=deadline_ms, extra=extra, tenant=tenant, tokens_from=tokens_from, aside=aside,
-            aside_most=aside_most,
         )  # fmt: skip
         fetched = await self._call(rid, message, Fetched)
         if any(chunk.extent not in self._session.pool.views for chunk in fetched.chunks):

@@ -11,7 +11,6 @@ from forebay.kvstore.client.aio import AsyncStoreClient
 from forebay.kvstore.identity import Namespace
 from forebay.kvstore.layout import Shard
 from forebay.kvstore.protocol import (
-    ASIDE_MAX,
     Aside,
     Checked,
     ChunkRead,
@@ -150,13 +149,13 @@ class StoreClient:
     def fetch(
         self, namespace_id: bytes, root: bytes, tokens: bytes, keys: bytes, *, limit: int,
         wanted: Sequence[tuple[int, int]], deadline_ms: int, extra: bytes = b"", tenant: str = "",
-        tokens_from: int = 0, aside: int = 0, aside_most: int = ASIDE_MAX,
+        tokens_from: int = 0, aside: int = 0,
     ) -> Fetched:  # fmt: skip
         """As AsyncStoreClient.fetch."""
         return self._run(
             self._client.fetch(
                 namespace_id, root, tokens, keys, limit=limit, wanted=wanted, deadline_ms=deadline_ms, extra=extra,
-                tenant=tenant, tokens_from=tokens_from, aside=aside, aside_most=aside_most,
+                tenant=tenant, tokens_from=tokens_from, aside=aside,
             )
         )  # fmt: skip
 

@@ -21,15 +21,13 @@ from forebay.workers.moves import Pull
 @dataclass(slots=True, eq=False)
 class ColdRows:
     """Chunks are named by their position in the prompt. `pull` is how the request has asked for its prefix, of which
-    `hit` tokens are served. Of chunks that were cold at first, `most` may be in host memory at a time (None: all);
-    for `room` of them, all times together, there is room that was set aside: more is that of what is let go of. `asked`
+    `hit` tokens are served. Of chunks that were cold at first, `most` may be in host memory at a time (None: all). `asked`
     are those that are on their way, each with the number of the last of `asks` for it."""
 
     pull: Pull
     hit: int
     cold: set[int]
     most: int | None = None
-    room: int = 0
     here: dict[int, None] = field(default_factory=dict)
     asked: dict[int, int] = field(default_factory=dict)
     asks: int = 0
@@ -65,8 +63,7 @@ class ColdRows:
         Each is asked for once until it comes, or doesn't."""
         wanted = sorted(self.waits - self.asked.keys())
         room = len(self.cold) if self.most is None else self.most - len(self.here) - len(self.asked) - len(wanted)
-        known = self.waits | self.asked.keys()
-        more = [position for position in ahead if position in self.cold and position not in known]
+        more = [position for position in ahead if position in self.cold and position not in self.waits | self.asked.keys()]
         wanted += more[: max(0, room)]
         self.asks += 1
         self.asked.update(dict.fromkeys(wanted, self.asks))

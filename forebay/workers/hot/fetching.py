@@ -181,7 +181,7 @@ class Fetcher:
         """The same under one lease."""
         (group,) = ask.pull.hosted
         wanted = [(group, position) for position in positions]
-        fetched = await self._fetch(namespace_id, ask.pull, ask.hit, wanted, seconds, ask)
+        fetched = await self._fetch(namespace_id, ask.pull, ask.hit, wanted, seconds, ask.aside)
         good: list[ChunkRead] = []
         try:
             for chunk in fetched.chunks:
@@ -207,15 +207,13 @@ class Fetcher:
 
     async def _fetch(
         self, namespace_id: bytes, pull: Pull, limit: int, wanted: Sequence[tuple[int, int]], seconds: float,
-        ask: AskRows | None = None,
+        aside: int = 0,
     ) -> Fetched:  # fmt: skip
         begin = min(position for _, position in wanted) * self._size
-        aside, most = (0, 0) if ask is None else (ask.aside, ask.aside_most)
         async with asyncio.timeout(seconds + GRACE_S):
             fetched = await self._client.fetch(
                 namespace_id, pull.root, pull.tokens[4 * begin :], pull.keys, limit=limit, wanted=wanted,
                 deadline_ms=max(1, int(seconds * 1000)), tenant=pull.tenant, tokens_from=begin, aside=aside,
-                aside_most=most,
             )  # fmt: skip
         if pull.retain_s > 0 and fetched.chunks:
             chunks = [(chunk.group, chunk.key) for chunk in fetched.chunks]

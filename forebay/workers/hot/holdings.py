@@ -186,9 +186,7 @@ class HotHoldings(Holdings):
         book = self.book.of(key)
         cold = {position for position in pulled.cold if not self.book.brought(key, position)}
         if cold:
-            whole = pulled.hit // self.book.settings.chunk_tokens - pulled.cold.start
-            room = whole if pulled.most is None else pulled.most
-            book.cold = ColdRows(pull, pulled.hit, cold, pulled.most, room)
+            book.cold = ColdRows(pull, pulled.hit, cold, pulled.most)
             ahead = book.cold.ask(self.recent.among(pull.keys, cold))
             self.book.counters.add("hot.chunks_ahead", len(ahead))
             self._ask_rows(key, ahead)
@@ -212,7 +210,7 @@ class HotHoldings(Holdings):
             self._row_asks.append(
                 AskRows(
                     key, book.admission, book.cold.pull, book.cold.hit, tuple(positions), book.aside,
-                    book.cold.room, self.book.settings.deadline_s, apart=book.cold.most is not None,
+                    self.book.settings.deadline_s, apart=book.cold.most is not None,
                     number=book.cold.asks,
                 )
             )  # fmt: skip
