@@ -53,7 +53,8 @@ def test_changes_of_many_at_once_are_all_made_one_after_the_other(tmp_path: Path
         thread.join()
     assert failed == []
     table = Claims(tmp_path / "claims", "t").read()
-    assert table.claimed == quota and table.version == 150
+    # More if a change was so slow that nobody remembers it: then it is made again, which its maker is told of.
+    assert table.claimed == quota and table.version >= 150
     assert {claim.token for claim in table.seats.values()} == {f"t{number}" for number in range(6)}
     assert len(list((tmp_path / "claims").iterdir())) <= VERSIONS_KEPT + 1
 

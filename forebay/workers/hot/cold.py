@@ -21,8 +21,8 @@ from forebay.workers.moves import Pull
 @dataclass(slots=True, eq=False)
 class ColdRows:
     """Chunks are named by their position in the prompt. `pull` is how the request has asked for its prefix, of which
-    `hit` tokens are served. Of chunks that were cold at first, `most` may be in host memory at a time (None: all). `asked`
-    are those that are on their way, each with the number of the last of `asks` for it."""
+    `hit` tokens are served. Of chunks that were cold at first, `most` may be in host memory at a time (None: all).
+    `asked` are those that are on their way, each with the number of the last of `asks` for it."""
 
     pull: Pull
     hit: int
@@ -63,7 +63,8 @@ class ColdRows:
         Each is asked for once until it comes, or doesn't."""
         wanted = sorted(self.waits - self.asked.keys())
         room = len(self.cold) if self.most is None else self.most - len(self.here) - len(self.asked) - len(wanted)
-        more = [position for position in ahead if position in self.cold and position not in self.waits | self.asked.keys()]
+        known = self.waits | self.asked.keys()
+        more = [position for position in ahead if position in self.cold and position not in known]
         wanted += more[: max(0, room)]
         self.asks += 1
         self.asked.update(dict.fromkeys(wanted, self.asks))
