@@ -92,7 +92,7 @@ def dequantised(
     path: Path, pieces: list[list[int]], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> Tensor:
     """Logits of the same model over a pool in fp64, in which there is what FP8 leaves. In the same pieces: products of
-    more or fewer rows may differ in the last bit, and that can make the next FP8 number of it, which fp64 makes rare."""
+    more or fewer rows may differ in the last bit, which can make another FP8 number of it: rarely in fp64."""
     model = load(path, dtype)
     model.narrow_kv = None
     assert Runner(model).pools["full" if "full" in Runner(model).pools else "latent"].dtype == torch.float64
