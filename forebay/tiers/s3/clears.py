@@ -31,8 +31,13 @@ class Clear:
         return (
             scope.namespace in (b"", namespace)
             and (scope.tenant is None or tenant_digest(scope.tenant) == tenant)
-            and (not scope.parent or start >= scope.start) and modified <= self.before
+            and (not scope.parent or start >= scope.start) and self.is_after(modified)
         )  # fmt: skip
+
+    def is_after(self, modified: float) -> bool:
+        """Did the clear begin after an object was made, or in the same second? `before` is a whole one, and some
+        services list objects with parts of seconds."""
+        return int(modified) <= self.before
 
 
 class Clears:

@@ -64,13 +64,13 @@ class Sweeper:
 
     def _takes_segment(self, clear: Clear, listed: Listed) -> bool:
         name = self._names.parse_segment(listed.name)
-        if name is None or listed.modified > clear.before or self._holdings.owns_segment(str(name)):
+        if name is None or not clear.is_after(listed.modified) or self._holdings.owns_segment(str(name)):
             return False
         return name.covered(clear.scope)
 
     def _takes_chunk(self, clear: Clear, listed: Listed) -> bool:
         chunk = self._names.parse_chunk(listed.name)
-        if chunk is None or listed.modified > clear.before or self._holdings.owns(chunk):
+        if chunk is None or not clear.is_after(listed.modified) or self._holdings.owns(chunk):
             return False
         scope = clear.scope
         if not scope.namespace and scope.tenant is None and not scope.parent:

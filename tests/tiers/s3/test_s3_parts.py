@@ -394,6 +394,7 @@ def test_a_clear_hides_what_is_older_and_nothing_else() -> None:
     clear = clears.add(ClearScope(b"n" * 32, "acme", 2, b"p" * 32, 64))
     clear.before = 10.0
     assert clears.hide(b"n" * 32, ACME, 64, 9.0)
+    assert clears.hide(b"n" * 32, ACME, 64, 10.9), "in the second in which the clear began, as the service tells it"
     assert not clears.hide(b"n" * 32, ACME, 32, 9.0), "it starts before the prefix's end"
     assert not clears.hide(b"n" * 32, ACME, 64, 11.0), "it is younger"
     assert not clears.hide(b"n" * 32, OTHER, 64, 9.0)
