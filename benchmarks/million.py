@@ -19,9 +19,10 @@ from typing import Any
 
 import httpx
 
+from benchmarks.made import LETTERS, write_tokenizer
 from forebay.testing.cluster import Cluster
 
-TOP_K, CHUNK, VOCAB = 64, 1024, 256
+TOP_K, CHUNK = 64, 1024
 BESIDE = 4096
 """Tokens whose rows the device holds beside the region: of the chunks that are being computed and copied."""
 PROBE = 32_768
@@ -36,22 +37,16 @@ def make_model(folder: Path, longest: int) -> Path:
         return path
     import torch
     import transformers
-    from tokenizers import Tokenizer, decoders, pre_tokenizers
-    from tokenizers.models import BPE
 
     config = transformers.GlmMoeDsaConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=LETTERS, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, q_lora_rank=32, kv_lora_rank=48, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16,
         index_n_heads=2, index_head_dim=32, index_topk=TOP_K, indexer_types=["full", "shared"],
         mlp_layer_types=["dense", "dense"], max_position_embeddings=longest, eos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
     transformers.GlmMoeDsaForCausalLM(config).save_pretrained(path)
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(BPE({letter: token for token, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(path / "tokenizer.json"))
+    write_tokenizer(path)
     return path
 
 
@@ -150,7 +145,7 @@ def own_memory(pid: int) -> int:
 def prompt_of(tokens: int) -> list[int]:
     """The same for ever, and a shorter one is the beginning of a longer one."""
     rng = random.Random(20)
-    return [rng.randrange(VOCAB) for _ in range(tokens)]
+    return [rng.randrange(LETTERS) for _ in range(tokens)]
 
 
 def main() -> None:

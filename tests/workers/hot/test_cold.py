@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from forebay.workers.generation import RequestKey
 from tests.workers.fake_store import FakeStore, Stored
 from tests.workers.harness import CHUNK, Answer, Harness, wait_until
 from tests.workers.hot.conftest import SQUEEZED, TIGHT, Sparse
@@ -33,6 +34,14 @@ def ask(worker: Harness, prompt: list[int], count: int) -> Answer:
 
 def rows_brought(store: FakeStore) -> set[int]:
     return {start // CHUNK for group, start in store.tier.brought if group == 0}
+
+
+def submit_to_wait(worker: Harness, store: FakeStore, prompt: list[int]) -> RequestKey:
+    """Its index keys come, and then nothing until the tier is allowed more: it waits for rows."""
+    store.tier.allowed = CHUNKS
+    key = worker.submit(prompt, 4)
+    wait_until("it waits", lambda: worker.stat("hot.parked") == 1, 60)
+    return key
 
 
 def test_rows_come_as_they_are_chosen_and_others_stay_where_they_are(sparse: Sparse) -> None:
@@ -79,9 +88,7 @@ def test_rows_that_do_not_come_by_their_deadline_are_computed(glm: Sparse) -> No
 def test_others_go_on_while_one_waits_for_its_rows(glm: Sparse) -> None:
     prompt, store = cold_prefix(glm, 64)
     with glm.worker(store, **SQUEEZED) as worker:
-        store.tier.allowed = CHUNKS
-        waiting = worker.submit(prompt, 4)
-        wait_until("it waits", lambda: worker.stat("hot.parked") == 1, 60)
+        waiting = submit_to_wait(worker, store, prompt)
         short = glm.text(60, 65)
         assert ask(worker, short, 8).tokens == glm.expected(short, 8)
         assert worker.stat("hot.parked") == 1 and not worker.answers[waiting].tokens
@@ -93,9 +100,7 @@ def test_others_go_on_while_one_waits_for_its_rows(glm: Sparse) -> None:
 def test_one_that_is_cancelled_while_it_waits_leaves_nothing_behind(glm: Sparse) -> None:
     prompt, store = cold_prefix(glm, 66)
     with glm.worker(store, **TIGHT) as worker:
-        store.tier.allowed = CHUNKS
-        key = worker.submit(prompt, 4)
-        wait_until("it waits", lambda: worker.stat("hot.parked") == 1, 60)
+        key = submit_to_wait(worker, store, prompt)
         worker.cancel(key)
         wait_until("it has gone", lambda: worker.answers[key].finished)
         store.tier.allowed = None
@@ -106,9 +111,7 @@ def test_one_that_is_cancelled_while_it_waits_leaves_nothing_behind(glm: Sparse)
 def test_a_store_that_goes_away_while_one_waits_costs_no_token(glm: Sparse) -> None:
     prompt, store = cold_prefix(glm, 67)
     with glm.worker(store, **TIGHT) as worker:
-        store.tier.allowed = CHUNKS
-        key = worker.submit(prompt, 4)
-        wait_until("it waits", lambda: worker.stat("hot.parked") == 1, 60)
+        key = submit_to_wait(worker, store, prompt)
         store.lose_connections()
         wait_until("it was put off", lambda: worker.stat("hot.put_off") > 0, 60)
         store.tier.allowed = None
