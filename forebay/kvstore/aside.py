@@ -2,21 +2,30 @@
 
     set aside --> reserve --> commit      the chunk is pinned under the same lease, from that moment on
         |             `--> abort, given up   that slot is used up
+        |
+        | lend --> a tier brings a chunk, which is pinned for as long as the room lives
+        |<-- take back    nobody else reads it, and the room is wanted for another; or it didn't come
+        |
         `--> free                         the lease is released, runs out of time, or its connection ends
 
 Whoever will need the room for sure asks for all of it before it begins, and is then never refused. The slots are real:
 taken, paid for by the tenant, and nobody else's. A chunk that turns out to be stored already is pinned under the lease
 as well, and a slot given back for it.
+
+Tiers get up to `for_tiers` slots at a time. Beyond that they take ordinary room, and only where there is none the rest
+of what is set aside, until one of what they have brought isn't read any more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from forebay.kvstore.chores import REMOVAL
 from forebay.kvstore.entry import Entry, SlotRef
+from forebay.kvstore.header import SlotState
 from forebay.kvstore.leases import Client, Hold
 from forebay.kvstore.protocol import NewChunk
 
@@ -24,26 +33,39 @@ if TYPE_CHECKING:
     from forebay.kvstore.core import StoreCore
 
 
+LOOKS_MAX = 256
+"""So many chunks are looked at for one that nobody reads."""
+
+
 @dataclass(slots=True, eq=False)
 class Aside:
     """What one lease has: `slots` that are left of `slot_bytes` each, for whole chunks of a group of a namespace at
-    `tenant`'s expense, and the chunks that it `keeps` by now."""
+    `tenant`'s expense, and the chunks that it `keeps` by now. `lent` are chunks that tiers have brought or are bringing
+    into such slots, those first that were looked at longest ago: no more than `for_tiers`, if it can be avoided."""
 
     namespace: bytes
     tenant: str
     group: int
     slot_bytes: int
+    for_tiers: int = 0
     slots: list[SlotRef] = field(default_factory=list)
     keeps: set[Entry] = field(default_factory=set)
+    lent: dict[Entry, None] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """Slots that nothing which was stored has used up."""
+        return len(self.slots) + len(self.lent)
 
 
 class Asides:
     """All room of a store that is set aside. `slots` are those that nobody writes yet, `bytes` their size; `moves`
-    grows with each that comes or goes."""
+    grows with each that comes or goes. `lent` says of what tiers brought whose room it is in."""
 
     def __init__(self, core: StoreCore) -> None:
         self._core = core
         self.slots: dict[SlotRef, int] = {}
+        self.lent: dict[Entry, Hold] = {}
         self.bytes = 0
         self.moves = 0
 
@@ -66,12 +88,13 @@ class Asides:
         return self.bytes + wanted <= self.budget and wanted <= place.slots.free_bytes + evictable
 
     def open(
-        self, client: Client, namespace: bytes, tenant: str, group: int, slot_bytes: int, lease_s: float
-    ) -> Hold | None:
+        self, client: Client, namespace: bytes, tenant: str, group: int, slot_bytes: int, lease_s: float,
+        for_tiers: int = 0,
+    ) -> Hold | None:  # fmt: skip
         """A lease without slots so far; None if the client may hold no more of them."""
         hold = self._core.open_lease(client, lease_s)
         if hold is not None:
-            hold.aside = Aside(namespace, tenant, group, slot_bytes)
+            hold.aside = Aside(namespace, tenant, group, slot_bytes, for_tiers)
         return hold
 
     def add(self, hold: Hold, count: int) -> bool:
@@ -101,6 +124,9 @@ class Asides:
 
     def spend(self, hold: Hold | None, slot_bytes: int) -> SlotRef | None:
         """A slot that was set aside is to be written; None if there is none of this size."""
+        return self._unused(hold, slot_bytes) or self._take_back(hold, slot_bytes)
+
+    def _unused(self, hold: Hold | None, slot_bytes: int) -> SlotRef | None:
         aside = None if hold is None else hold.aside
         if aside is None or not aside.slots or aside.slot_bytes != slot_bytes:
             return None
@@ -108,6 +134,68 @@ class Asides:
         self._forget(slot)
         self._core.place.take_aside(slot)
         return slot
+
+    # --- what tiers bring ------------------------------------------------------------------------------
+
+    def for_tier(self, hold: Hold | None, slot_bytes: int) -> SlotRef | None:
+        """A slot for a tier to fill, of those that are for that; None if there is none."""
+        aside = None if hold is None else hold.aside
+        if aside is not None and len(aside.lent) < aside.for_tiers:
+            return self._unused(hold, slot_bytes)
+        return self._take_back(hold, slot_bytes)
+
+    def last_for_tier(self, hold: Hold | None, slot_bytes: int) -> SlotRef | None:
+        """The same where there is no ordinary room either: one that was to be for what will be stored."""
+        return self._unused(hold, slot_bytes)
+
+    def lend(self, hold: Hold, entry: Entry) -> None:
+        """A tier is to bring this chunk into a slot of that room."""
+        assert hold.aside is not None and entry not in self.lent
+        self._core.pin(entry)
+        hold.aside.lent[entry] = None
+        self.lent[entry] = hold
+
+    def lost(self, entry: Entry) -> Hold | None:
+        """A chunk that tiers brought, or were to bring, is going: whose room its slot was of, if anybody's. That pins
+        it no more, and so the caller has a pin to let go of."""
+        hold = self.lent.pop(entry, None)
+        if hold is not None:
+            assert hold.aside is not None
+            del hold.aside.lent[entry]
+        return hold
+
+    def regain(self, hold: Hold) -> None:
+        """Have a slot again for one that went with what was in it."""
+        assert hold.aside is not None
+        if hold.lives and (self.bytes + hold.aside.slot_bytes > self.budget or not self.add(hold, 1)):
+            self._core.counters.add("store.aside_lost")
+
+    def _take_back(self, hold: Hold | None, slot_bytes: int) -> SlotRef | None:
+        """The slot of a chunk that a tier has brought, and nobody reads; of those that nobody wants kept, if there
+        are any."""
+        aside = None if hold is None else hold.aside
+        if aside is None or aside.slot_bytes != slot_bytes:
+            return None
+        idle = self._idle(aside)
+        if idle is None:
+            return None
+        del aside.lent[idle], self.lent[idle]
+        self._core.unpin(idle)
+        self._core.place.evict_own(idle)
+        return self._core.place.take(slot_bytes, aside.tenant)
+
+    def _idle(self, aside: Aside) -> Entry | None:
+        kept: Entry | None = None
+        for entry in list(islice(aside.lent, LOOKS_MAX)):
+            if entry.state is SlotState.COMMITTED and entry.pins == 1:
+                if entry not in self._core.place.kept:
+                    return entry
+                kept = kept or entry
+            del aside.lent[entry]  # others are looked at first the next time
+            aside.lent[entry] = None
+        return kept
+
+    # --- what is stored --------------------------------------------------------------------------------
 
     def keep(self, hold: Hold | None, entry: Entry) -> bool:
         """A chunk is there: it is pinned under the lease, if that still lives. Whether it is."""
@@ -129,15 +217,23 @@ class Asides:
         new = entry not in aside.keeps
         if not self.keep(hold, entry):
             return False
-        if new and aside.slots and entry.slot_bytes == aside.slot_bytes:
+        if entry in aside.lent:  # a slot of the room is used up already
+            del aside.lent[entry], self.lent[entry]
+            self._core.unpin(entry)
+        elif new and aside.slots and entry.slot_bytes == aside.slot_bytes:
             self._free(aside.slots.pop())
         return True
 
     def free(self, aside: Aside) -> Iterator[int]:
-        """The lease has ended: give its slots back, in steps."""
+        """The lease has ended: give its slots back, in steps. What tiers brought is like any other chunk."""
         while aside.slots:
             self._free(aside.slots.pop())
             yield REMOVAL
+        while aside.lent:
+            entry, _ = aside.lent.popitem()
+            del self.lent[entry]
+            self._core.unpin(entry)
+            yield 1
 
     def _free(self, slot: SlotRef) -> None:
         self._forget(slot)

@@ -354,15 +354,24 @@ class StoreCore:
         self, namespace_id: bytes, chunk: NewChunk, owner: bytes, tenant: str = "", hold: Hold | None = None
     ) -> Entry | None:
         """A slot for a tier to fill, within the promotions' share; None if there is no room. It is `tenant`'s, who
-        asks for it, until the chunk's own header says whose it is. With a `hold` that has room set aside, it is of that
-        room, which is used up by it, whatever the tier brings."""
+        asks for it, until the chunk's own header says whose it is. With a `hold` that has room set aside, it is lent of
+        that room as long as that is for tiers, and as long as there is no other."""
         namespace = self.namespaces[namespace_id]
         if not self._within(self.promoting_bytes, self.limits.promoting_share, namespace, chunk):
             return None
-        slot = self.aside.spend(hold, self._slot_bytes(namespace, chunk))
-        entry = self._new_entry(namespace, namespace_id, tenant, chunk, SlotState.PROMOTING, owner, slot=slot)
-        if entry is not None:
-            self.promoting_bytes += entry.slot_bytes
+        slot_bytes = self._slot_bytes(namespace, chunk)
+        slot = self.aside.for_tier(hold, slot_bytes)
+        ordinary = None if slot is not None else self.place.take(slot_bytes, tenant)
+        if slot is None and ordinary is None:
+            slot = self.aside.last_for_tier(hold, slot_bytes)
+        if slot is None and ordinary is None:
+            return None
+        about = namespace, namespace_id, tenant, chunk, SlotState.PROMOTING, owner
+        entry = self._new_entry(*about, slot=slot or ordinary)
+        assert entry is not None, "there is a slot for it"
+        if slot is not None and hold is not None:
+            self.aside.lend(hold, entry)
+        self.promoting_bytes += entry.slot_bytes
         return entry
 
     def promoted(self, entry: Entry, header: ChunkHeader, tier: str) -> None:
@@ -570,15 +579,22 @@ class StoreCore:
         """Take a committed entry out of sight at once; its slot is free once nobody pins it."""
         self.pins.forget(entry)
         self._withdraw(entry, reason)
-        if entry.pins == 0:
+        room = self.aside.lost(entry)
+        if room is not None:
+            self.unpin(entry)
+            self.aside.regain(room)
+        elif entry.pins == 0:
             self._free(entry)
 
     def _discard(self, entry: Entry, *, keep_slot: bool = False) -> None:
         """Drop an unfinished entry. With `keep_slot` its slot goes to quarantine."""
         assert entry.state in (SlotState.RESERVED, SlotState.PROMOTING)
+        room = self.aside.lost(entry)
         self.table.remove(entry)
         entry.state = SlotState.FREE
         self._free(entry, keep_slot=keep_slot)
+        if room is not None:
+            self.aside.regain(room)
 
     def _withdraw(self, entry: Entry, reason: str) -> None:
         assert entry.state is SlotState.COMMITTED, entry.state

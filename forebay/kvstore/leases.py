@@ -171,7 +171,7 @@ class Leases:
             hold = client.leases.pop(lease, None)
             if hold is not None:
                 self.deadlines.drop(hold, hold.bucket)
-                at_once -= hold.left + (0 if hold.aside is None else len(hold.aside.slots))
+                at_once -= hold.left + (0 if hold.aside is None else hold.aside.count)
                 self._let_go_of(hold, at_once >= 0)
 
     def release_chunks(self, client: Client, lease: int, indices: Iterable[int]) -> None:

@@ -391,12 +391,13 @@ def place_promotions(
     assert found.only is not None
     longest = found.prompt.longest
     plan = Promotions(longest, [], [], [])
-    for group, position in found.only:
-        entry = found.entry(group, position, longest)
-        if found.has(group, position, longest) and entry is not None:
+    here = {place: found.entry(*place, longest) for place in found.only if found.has(*place, longest)}
+    for entry in here.values():  # before anything makes room for the others
+        if entry is not None:
             core.pin(entry)
             plan.held.append(entry)
-        elif not _promote(core, found, plan, (group, position), owners, room):
+    for place in found.only:
+        if here.get(place) is None and not _promote(core, found, plan, place, owners, room):
             break
     return plan
 

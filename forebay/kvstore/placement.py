@@ -171,6 +171,11 @@ class Placement:
         own = (e.last_used for e in self.slots.extents.values() if e.slot_bytes == victim.slot_bytes)
         return min(victim.stamp, *own)
 
+    def evict_own(self, entry: Entry) -> None:
+        """`entry`, which nobody pins, makes room for another chunk of its tenant's. What needs it stays: it is read by
+        its place."""
+        self._evict(entry, self._account(entry))
+
     def _evict(self, entry: Entry, requester: Account, reason: str = "evicted") -> None:
         account = self._account(entry)
         account.policy.evicted(entry)

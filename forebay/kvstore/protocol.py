@@ -418,7 +418,9 @@ class SetAside(Message, frozen=True):
     refused: all of it or nothing. `extra` is the length of what these chunks have of that. `lease_ms` as in Lookup.
 
     Reserve draws on it by the lease; what was reserved is used up, also if it comes to nothing. Each chunk that is then
-    committed, or was there before, stays pinned under this lease; what is left over is free when it ends.
+    committed, or was there before, stays pinned under this lease; what is left over is free when it ends. Fetch draws
+    on it as well, for up to `for_tiers` of the chunks at a time: what it has brought makes room for others once nobody
+    reads it.
     """
 
     rid: int
@@ -428,6 +430,7 @@ class SetAside(Message, frozen=True):
     chunks: int
     extra: int = 0
     lease_ms: int = 0
+    for_tiers: int = 0
 
 
 class Aside(Message, frozen=True):

@@ -75,6 +75,8 @@ class Writing:
         namespace, room = self._namespace(request), self._core.aside
         if not (0 <= request.group < len(namespace.groups) and 0 < request.chunks <= self._core.limits.pins_per_lease):
             raise RequestRefused("limits", f"{request.chunks} chunks of group {request.group} are none that can be")
+        if not 0 <= request.for_tiers <= request.chunks:
+            raise RequestRefused("limits", f"{request.for_tiers} of {request.chunks} chunks can't be for tiers")
         if not 0 <= request.extra <= EXTRA_BYTES_MAX or len(request.tenant.encode()) > TENANT_BYTES_MAX:
             most = f"{EXTRA_BYTES_MAX} bytes, and a tenant's id {TENANT_BYTES_MAX}"
             raise RequestRefused("limits", f"`extra` has at most {most}")
@@ -96,7 +98,8 @@ class Writing:
         """The lease, or 0."""
         if client.gone:
             raise RequestRefused("busy", "the connection has ended")
-        hold = self._core.aside.open(client, request.namespace, request.tenant, request.group, slot_bytes, lease_s)
+        about = request.namespace, request.tenant, request.group, slot_bytes
+        hold = self._core.aside.open(client, *about, lease_s, request.for_tiers)
         if hold is None:
             return 0
         left = request.chunks

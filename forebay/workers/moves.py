@@ -155,11 +155,13 @@ class Push:
 @dataclass(frozen=True, slots=True)
 class Pushed:
     """Its blocks are no longer read. `lost` says that the store went away before it had the chunk; `hosted` is that
-    chunk in host memory, if it was wanted there and is."""
+    chunk in host memory, if it was wanted there and is. If not, `refused` says that the store has seen to that: it may
+    also never have been asked."""
 
     push: Push
     lost: bool = False
     hosted: HostChunk | None = None
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

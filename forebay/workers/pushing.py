@@ -134,7 +134,9 @@ class Pusher:
             self.running = 0
             self._trace.moved("push", began, chunks=len(batch), bytes=sum(push.bytes for push in batch), lost=lost)
             for push in batch:
-                self._done(Pushed(push, lost=lost, hosted=hosted.get(id(push))))
+                there = hosted.get(id(push))
+                refused = not lost and there is None and push.admission > 0
+                self._done(Pushed(push, lost, there, refused))
         return True
 
     async def _store(self, namespace_id: bytes, batch: Sequence[Push]) -> dict[int, HostChunk]:

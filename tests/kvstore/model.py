@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
+from forebay.kvstore.aside import Aside
 from forebay.kvstore.cascade import Cascade, Load, TierTraffic
 from forebay.kvstore.core import Client, StoreCore
 from forebay.kvstore.entry import Entry, SlotRef
@@ -76,8 +77,8 @@ class Leased:
 
 @dataclass(eq=False)
 class Promised:
-    """Room that was set aside, as its holder knows it: slots that are `left`, chunks that it has stored with it, and
-    when it ends."""
+    """Room that was set aside, as its holder knows it: slots that are `left`, those that are lent to tiers among them,
+    chunks that it has stored with it, and when it ends."""
 
     client: Client
     lease: int
@@ -86,6 +87,19 @@ class Promised:
     left: int
     kept: list[Entry]
     until: float
+
+    @property
+    def room(self) -> Aside:
+        """What the core has of it."""
+        aside = self.client.leases[self.lease].aside
+        assert aside is not None
+        return aside
+
+    @property
+    def can_store(self) -> bool:
+        """Is there a slot, or one whose chunk nobody reads?"""
+        idle = (e for e in self.room.lent if e.state is SlotState.COMMITTED and e.pins == 1)
+        return bool(self.room.slots) or next(idle, None) is not None
 
 
 @dataclass(eq=False)
@@ -212,6 +226,16 @@ class World:
         memory[job.payload_offset : job.payload_offset + len(payload)] = payload
         return block
 
+    def have_in_tier(self, chunk: NewChunk, tenant: str) -> None:
+        """The tier has this chunk, as some earlier store left it there."""
+        data = self.payload(chunk.group, chunk.key, len(chunk.tokens) // 4)
+        header = ChunkHeader(
+            namespace=self.namespace_id, group=chunk.group, key=chunk.key, parent=chunk.parent, start=chunk.start,
+            tokens=chunk.tokens, tenant=tenant, extra=chunk.extra, payload_length=len(data),
+            checksums=self.checksums(chunk.group, data), owner=b"",
+        )  # fmt: skip
+        self.files.chunks.setdefault(ChunkId(chunk.group, chunk.key), (encode_header(header), data))
+
     # --- what must add up ------------------------------------------------------------------------------
 
     def pins_expected(self) -> Counter[Entry]:
@@ -228,4 +252,5 @@ class World:
             if entry.state in (SlotState.RESERVED, SlotState.PROMOTING):
                 found[entry] += 1
             found[entry] += self.core.pins.is_hard(entry)
+            found[entry] += entry in self.core.aside.lent
         return +found

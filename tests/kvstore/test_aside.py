@@ -8,7 +8,7 @@ from forebay.kvstore.entry import Entry, SlotRef
 from forebay.kvstore.header import SlotState, granule_checksums
 from forebay.kvstore.leases import Hold
 from forebay.kvstore.limits import Limits
-from forebay.kvstore.lookup import match, pin
+from forebay.kvstore.pins import Owner
 from forebay.kvstore.protocol import NewChunk, Written
 from forebay.kvstore.slots import slot_bytes_for
 from forebay.kvstore.tenancy import TenantRule
@@ -22,9 +22,11 @@ def slot_bytes(store: SmallStore) -> int:
     return slot_bytes_for(store.namespace.groups[GROUP], CHUNK, CHUNK)
 
 
-def set_aside(store: SmallStore, count: int, client: Client | None = None, lease_s: float = 0.0) -> Hold:
+def set_aside(
+    store: SmallStore, count: int, client: Client | None = None, lease_s: float = 0.0, for_tiers: int = 0
+) -> Hold:
     hold = store.core.aside.open(
-        client or store.client, store.namespace_id, "", GROUP, slot_bytes(store), lease_s
+        client or store.client, store.namespace_id, "", GROUP, slot_bytes(store), lease_s, for_tiers
     )  # fmt: skip
     assert hold is not None and store.core.aside.add(hold, count)
     return hold
@@ -43,12 +45,11 @@ def store_under(store: SmallStore, hold: Hold, chunk: NewChunk, client: Client |
 
 def flood(store: SmallStore, seeds: range = range(100, 300)) -> None:
     """Others store more than the pool holds, and read all of it without ever letting go."""
-    reader = Client(b"r" * 16)
     for seed in seeds:
         for chunk in store.chunks([seed] * CHUNK):
-            if store.store(chunk, Client(b"f" * 16)) is None:
-                return
-        pin(store.core, reader, match(store.core, store.prompt([seed] * CHUNK)))
+            entry = store.store(chunk, Client(b"f" * 16))
+            if entry is not None:
+                store.core.pin(entry)
 
 
 def test_what_is_set_aside_is_there_however_full_the_pool_is() -> None:
@@ -134,22 +135,130 @@ def test_a_write_that_ends_after_its_lease_is_stored_like_any_other() -> None:
     assert store.write_and_commit(store.client, slot, chunk).pins == 0
 
 
+class Tier:
+    """Brings the chunks of one prompt into a store, one after the other."""
+
+    def __init__(self, store: SmallStore, hold: Hold | None, seed: int = 1) -> None:
+        self.store, self.hold = store, hold
+        self.chunks = iter(whole(store, seed, 200))
+
+    def begin(self) -> Entry | None:
+        core = self.store.core
+        return core.reserve_promotion(self.store.namespace_id, next(self.chunks), b"t" * 16, "", self.hold)
+
+    def bring(self) -> Entry | None:
+        """As a reader has it: pinned once by whoever asked for it."""
+        entry = self.begin()
+        if entry is not None:
+            self.store.core.promoted(entry, entry.header(), "fs")
+        return entry
+
+
 def test_what_a_tier_brings_takes_room_that_was_set_aside_for_it_however_full_the_pool_is() -> None:
     store = SmallStore(extents=3)
-    hold = set_aside(store, 2)
+    hold = set_aside(store, 2, for_tiers=2)
     flood(store)
-    chunks = iter(whole(store, 1, 200))
-
-    def bring(hold: Hold | None) -> Entry | None:
-        return store.core.reserve_promotion(store.namespace_id, next(chunks), b"t" * 16, "", hold)
-
-    while bring(None) is not None:
+    others, mine = Tier(store, None), Tier(store, hold, 2)
+    while others.begin() is not None:
         pass
-    first, second = bring(hold), bring(hold)
-    assert first is not None and second is not None and bring(hold) is None
+    first, second = mine.begin(), mine.begin()
+    assert first is not None and second is not None and mine.begin() is None
     store.core.promotion_failed(first)
-    assert store.core.aside.bytes == 0, "it is used up, whatever came"
-    assert bring(None) is not None, "its slot is free, and anybody's"
+    assert store.core.aside.bytes == slot_bytes(store), "what didn't come leaves its room"
+    assert others.begin() is None and mine.begin() is not None
+
+
+def test_what_a_tier_brought_and_nobody_reads_makes_room_for_others_of_its_request() -> None:
+    store = SmallStore(extents=3)
+    hold = set_aside(store, 2, for_tiers=2)
+    flood(store)
+    tier, chunks = Tier(store, hold), whole(store, 2, 3)
+    first, second = tier.bring(), tier.bring()
+    assert first is not None and second is not None and tier.bring() is None, "both are read"
+    store.core.unpin(first)
+    assert first.state is SlotState.COMMITTED, "until it is needed it stays"
+    third = tier.bring()
+    assert third is not None and first.state is SlotState.FREE and third.slot == first.slot
+    store.core.unpin(second)
+    assert store_under(store, hold, chunks[0]) is not None, "what is stored is never refused"
+    assert second.state is SlotState.FREE and store_under(store, hold, chunks[1]) is None
+    store.core.unpin(third)
+    assert store_under(store, hold, chunks[2]) is not None and not hold.aside.lent  # type: ignore[union-attr]
+
+
+def test_what_somebody_wants_kept_goes_last() -> None:
+    store = SmallStore(extents=3)
+    hold = set_aside(store, 2, for_tiers=2)
+    flood(store)
+    tier = Tier(store, hold)
+    kept, other = tier.bring(), tier.bring()
+    assert kept is not None and other is not None
+    store.core.keep([kept], Owner("soft", "somebody"), 60)
+    store.core.unpin(kept)
+    store.core.unpin(other)
+    assert tier.bring() is not None and (kept.state, other.state) == (SlotState.COMMITTED, SlotState.FREE)
+    assert tier.bring() is not None and kept.state is SlotState.FREE
+
+
+def test_tiers_leave_the_rest_of_the_room_as_long_as_there_is_other() -> None:
+    store = SmallStore(extents=3)
+    hold = set_aside(store, 5, for_tiers=2)
+    tier, size = Tier(store, hold), slot_bytes(store)
+    brought = [tier.bring() for _ in range(6)]
+    assert None not in brought and store.core.aside.bytes == 3 * size
+    flood(store)
+    more = tier.bring()
+    assert more is not None and store.core.aside.bytes == 2 * size, "better than not at all"
+    store.core.unpin(more)
+    assert tier.bring() is not None and store.core.aside.bytes == 2 * size
+
+
+def test_what_is_cleared_or_damaged_leaves_its_room() -> None:
+    store = SmallStore(extents=3)
+    hold = set_aside(store, 2, for_tiers=2)
+    tier, size = Tier(store, hold), slot_bytes(store)
+    first, second = tier.bring(), tier.bring()
+    assert first is not None and second is not None and store.core.aside.bytes == 0
+    store.core.unpin(first)
+    store.core.damaged(first)
+    assert first.state is SlotState.FREE and store.core.aside.bytes == size
+    store.core.damaged(second)
+    assert second.state is SlotState.RETIRED and store.core.aside.bytes == 2 * size, "of what is free"
+    store.core.unpin(second)
+    assert second.state is SlotState.FREE and not store.core.aside.lent
+
+
+def test_room_that_went_and_can_not_be_had_again_is_counted() -> None:
+    store = SmallStore(extents=3)
+    hold = set_aside(store, 1, for_tiers=1)
+    entry = Tier(store, hold).bring()
+    flood(store)
+    assert entry is not None
+    store.core.damaged(entry)  # it is still being read, and all else as well
+    assert store.core.counters.values["store.aside_lost"] == 1 and store.core.aside.bytes == 0
+
+
+def test_what_a_tier_brought_is_like_any_other_chunk_when_the_room_ends() -> None:
+    store = SmallStore()
+    hold = set_aside(store, 3, for_tiers=3)
+    tier = Tier(store, hold)
+    entries, under_way = [tier.bring(), tier.bring()], tier.begin()
+    store.core.release(store.client, [hold.lease])
+    assert [entry.pins for entry in entries if entry is not None] == [1, 1]
+    assert under_way is not None and under_way.pins == 1 and not store.core.aside.lent
+    store.core.promotion_failed(under_way)
+    assert store.core.aside.bytes == 0 and store.core.promoting_bytes == 0
+
+
+def test_a_chunk_that_a_tier_brought_and_that_is_stored_then_is_kept_with_the_room_it_has() -> None:
+    store = SmallStore()
+    hold = set_aside(store, 2, for_tiers=1)
+    entry = Tier(store, hold).bring()
+    assert entry is not None and store.core.aside.bytes == slot_bytes(store)
+    store.core.unpin(entry)
+    slot = store.core.reserve(store.client, store.namespace_id, "", whole(store, 1, 1)[0], aside=hold.lease)
+    assert slot.status == "exists" and slot.kept and entry.pins == 1
+    assert store.core.aside.bytes == slot_bytes(store) and not store.core.aside.lent
 
 
 def test_connections_of_an_engine_draw_on_each_other_s_and_nobody_else_does() -> None:

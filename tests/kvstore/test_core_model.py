@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 
 from hypothesis import settings
@@ -25,12 +24,12 @@ from forebay.kvstore.header import SlotState, decode_header, slot_generation, sl
 from forebay.kvstore.identity import MATCH_UNIT
 from forebay.kvstore.lookup import (
     Match,
-    Place,
     Promotions,
     Room,
     match,
     offer,
     pin,
+    pin_places,
     place_promotions,
     promotions,
     queries,
@@ -91,13 +90,16 @@ class CoreMachine(RuleBasedStateMachine):
         for _ in range(min(count, len(self.w.granted))):
             self._commit(self.w.granted.pop(dice.randrange(len(self.w.granted))))
 
-    @rule(who=who, tenant=st.sampled_from(TENANTS), group=st.integers(0, 1), count=st.integers(1, 5), lease=who)
-    def set_aside(self, who: int, tenant: str, group: int, count: int, lease: int) -> None:
+    @rule(
+        who=who, tenant=st.sampled_from(TENANTS), group=st.integers(0, 1), count=st.integers(1, 5), lease=who,
+        tiers=st.integers(0, 5),
+    )  # fmt: skip
+    def set_aside(self, who: int, tenant: str, group: int, count: int, lease: int, tiers: int) -> None:
         client, room = self.w.clients[who], self.w.core.aside
         size = slot_bytes_for(self.w.namespace.groups[group], CHUNK, CHUNK)
         if not (room.ever(tenant, size, count) and room.now(size, count)):
             return
-        hold = room.open(client, self.w.namespace_id, tenant, group, size, lease)
+        hold = room.open(client, self.w.namespace_id, tenant, group, size, lease, min(count, tiers))
         assert hold is not None
         if room.add(hold, count):
             until = self.w.now + self.w.core.lease_seconds(lease)
@@ -113,14 +115,16 @@ class CoreMachine(RuleBasedStateMachine):
         for chunk in self.w.chunks(tokens):
             if chunk.group != mine.group or len(chunk.tokens) != 4 * CHUNK:
                 continue
+            can_store, unused = mine.can_store, bool(mine.room.slots)
+            lent = self.w.core.table.get(chunk.group, chunk.key) in mine.room.lent
             slot = self.w.core.reserve(mine.client, self.w.namespace_id, mine.tenant, chunk, aside=mine.lease)
-            assert slot.status != "full" or not mine.left
+            assert slot.status != "full" or not can_store
             if slot.status == "reserved":
-                mine.left -= mine.left > 0
+                mine.left -= can_store
                 self._commit(Granted(mine.client, slot, chunk))
             entry = self.w.core.table.get(chunk.group, chunk.key)
             if slot.status == "exists" and slot.kept and entry not in mine.kept:
-                mine.left -= mine.left > 0
+                mine.left -= unused or lent
             if entry is not None and slot.kept and entry not in mine.kept:
                 mine.kept.append(entry)
 
@@ -181,7 +185,7 @@ class CoreMachine(RuleBasedStateMachine):
         hold = self.w.core.join(client, leased.lease)
         same = (client.group or client.id) == (leased.client.group or leased.client.id)
         assert hold is None or same
-        assert hold is not None or not same or self.w.now >= leased.until
+        assert hold is not None or not same or not leased.seen or self.w.now >= leased.until
         if hold is not None:
             self.w.leases = [x for x in self.w.leases if x.client is not client or x.lease != leased.lease]
             entries = [entry for entry in hold.entries if entry is not None]
@@ -209,10 +213,42 @@ class CoreMachine(RuleBasedStateMachine):
         self.pressure(dice, 2)
         found = match(self.w.core, self.w.prompt(tokens))
         asked = queries(found)
-        places = [place for place, _ in asked]
-        offer(found, TIER, places, [self.w.files.lookup(query) for _, query in asked])
-        mine = dice.choice(self.w.asides) if self.w.asides and dice.random() < 0.5 else None
-        plan = promotions(self.w.core, found, {TIER: TIER_OWNER}) if mine is None else self._bring(found, places, mine)
+        offer(found, TIER, [place for place, _ in asked], [self.w.files.lookup(query) for _, query in asked])
+        self._load(promotions(self.w.core, found, {TIER: TIER_OWNER}))
+
+    @precondition(lambda self: self.w.asides)
+    @rule(dice=dice, fails=seldom)
+    def bring_with_it(self, dice: random.Random, fails: bool) -> None:
+        """Into room that was set aside, what a tier has of some prompts; somebody reads some of it then."""
+        mine = dice.choice(self.w.asides)
+        for tokens in dice.sample(PROMPTS, 3):
+            self._bring(mine, tokens, dice, fails)
+
+    def _bring(self, mine: Promised, tokens: list[int], dice: random.Random, fails: bool) -> None:
+        whole = [c for c in self.w.chunks(tokens) if c.group == mine.group and len(c.tokens) == 4 * CHUNK]
+        for chunk in whole:
+            self.w.have_in_tier(chunk, dice.choice((mine.tenant, "other")))
+        if not whole:
+            return
+        some = dice.sample(whole, dice.randint(1, len(whole)))
+        places = [(chunk.group, chunk.start // CHUNK) for chunk in some]
+        found = match(self.w.core, replace(self.w.prompt(tokens), tenant=mine.tenant), places)
+        asked = queries(found)
+        offer(found, TIER, [place for place, _ in asked], [self.w.files.lookup(query) for _, query in asked])
+        self._load(place_promotions(self.w.core, found, {TIER: TIER_OWNER}, Room(mine.client, mine.lease)))
+        if dice.random() < 0.8:
+            self.tier_works(dice, fails, len(self.w.files.jobs))
+            if dice.random() < 0.4:
+                self._read_places(mine, match(self.w.core, found.prompt, places[:1]))
+            self.stop_waiting()
+
+    def _read_places(self, mine: Promised, found: Match) -> None:
+        read = pin_places(self.w.core, mine.client, found)
+        if read.lease:
+            until = self.w.now + self.w.core.lease_seconds(0)
+            self._leased(mine.client, read.lease, list(read.entries), until)
+
+    def _load(self, plan: Promotions) -> None:
         for new in plan.new:
             self.w.files.jobs.append(self.w.cascade.load_job(new, 1.0)[1])
         wanted = [new.entry for new in plan.new] + plan.running
@@ -221,14 +257,6 @@ class CoreMachine(RuleBasedStateMachine):
         for load in loads:
             load.waiters += 1
         self.w.waiting.append(Waiting(loads, plan.held))
-
-    def _bring(self, found: Match, places: Sequence[Place], mine: Promised) -> Promotions:
-        """What tiers have at these places, into room that was set aside."""
-        found.only, found.prompt = places, replace(found.prompt, tenant=mine.tenant)
-        plan = place_promotions(self.w.core, found, {TIER: TIER_OWNER}, Room(mine.client, mine.lease))
-        whole = [new for new in plan.new if new.entry.group == mine.group and new.entry.token_count == CHUNK]
-        mine.left -= min(mine.left, len(whole))
-        return plan
 
     @precondition(lambda self: self.w.waiting)
     @rule()
@@ -480,7 +508,12 @@ class CoreMachine(RuleBasedStateMachine):
         assert core.quarantined_bytes == sum(sizes[slot.extent].slot_bytes for slot in quarantined)
         by_state = {state: [e for e in core.table if e.state is state] for state in SlotState}
         assert core.aside.bytes == sum(sizes[slot.extent].slot_bytes for slot in core.aside.slots) <= core.aside.budget
-        assert len(core.chores) or len(core.aside.slots) == sum(mine.left for mine in self.w.asides)
+        if not len(core.chores):
+            there = [mine.room for mine in self.w.asides]
+            assert len(core.aside.slots) == sum(len(room.slots) for room in there)
+            assert core.aside.lent.keys() == {entry for room in there for entry in room.lent}
+            gone = sum(mine.left for mine in self.w.asides) - sum(room.count for room in there)
+            assert 0 <= gone <= core.counters.values.get("store.aside_lost", 0)
         assert core.promoting_bytes == sum(e.slot_bytes for e in by_state[SlotState.PROMOTING])
         assert core.reserved_bytes == sum(e.slot_bytes for e in by_state[SlotState.RESERVED])
         assert sum(account.used for account in core.place.accounts) == core.place.slots.used_bytes

@@ -9,9 +9,13 @@ import pytest
 
 from forebay.errors import RequestRefused
 from forebay.kvstore.client import StoreClient
+from forebay.kvstore.header import SlotState
+from forebay.kvstore.limits import Limits
+from forebay.kvstore.lookup import match, offer, place_promotions
 from forebay.kvstore.protocol import ChunkRead, Fetched, Surveyed
+from forebay.tiers.base import LookupResult
 from tests.kvstore.running import payload_of, prompt_of
-from tests.kvstore.support import CHUNK, namespace
+from tests.kvstore.support import CHUNK, SmallStore, namespace
 from tests.kvstore.test_daemon_tiers import CHUNKS, TOKENS, TierStore, fs
 
 SPEC = namespace()
@@ -144,7 +148,7 @@ def test_where_one_cannot_be_had_the_later_ones_are_not_brought(store: TierStore
 
 def test_what_is_brought_takes_the_room_that_was_set_aside_for_it(store: TierStore) -> None:
     with connected(store) as client:
-        aside = client.set_aside(SPEC.id, "", FULL, 3, lease_ms=60_000)
+        aside = client.set_aside(SPEC.id, "", FULL, 3, lease_ms=60_000, for_tiers=2)
         room = client.stats().values["host.aside_bytes"]
         fetched = fetch(client, [(FULL, 0), (FULL, 1), (WINDOW, 3)], aside=aside.lease)
         assert places(fetched.chunks) == [(FULL, 0), (FULL, 1), (WINDOW, 3)]
@@ -154,3 +158,36 @@ def test_what_is_brought_takes_the_room_that_was_set_aside_for_it(store: TierSto
         assert values["host.aside_bytes"] == 0 and values["host.evictable"] == 0, "who asked for them reads them"
         client.release([fetched.lease])
     store.until(lambda v: v["host.evictable"] == 3)
+
+
+def test_what_is_brought_leaves_the_room_that_is_for_what_will_be_stored(store: TierStore) -> None:
+    with connected(store) as client:
+        aside = client.set_aside(SPEC.id, "", FULL, 3, lease_ms=60_000, for_tiers=1)
+        room = client.stats().values["host.aside_bytes"]
+        for positions in ([0], [1, 3]):  # 2 is lost by now
+            wanted = [(FULL, position) for position in positions]
+            fetched = fetch(client, wanted, aside=aside.lease)
+            assert places(fetched.chunks) == wanted, "what is more than that has ordinary room"
+        assert client.stats().values["host.aside_bytes"] == room * 2 / 3
+
+
+def test_what_is_there_is_not_evicted_for_what_is_brought_with_the_same_message() -> None:
+    """It is behind it in the order of use, and nobody reads it."""
+    small = SmallStore(extents=1, limits=Limits(promoting_share=1.0))
+    tokens = [1] * (40 * CHUNK)
+    chunks = [chunk for chunk in small.chunks(tokens) if chunk.group == FULL]
+    last = small.store(chunks[-1])
+    assert last is not None
+    found = match(small.core, small.prompt(tokens), [(FULL, position) for position in range(40)])
+    for position, chunk in enumerate(chunks[:-1]):
+        offer(found, "fs", [(FULL, position)], [LookupResult("hit", chunk.key, CHUNK, CHUNK, 0)])
+    plan = place_promotions(small.core, found, {"fs": b"t" * 16})
+    assert 0 < len(plan.new) < 39 and plan.held == [last]
+    assert last.state is SlotState.COMMITTED and last.pins == 1
+
+
+def test_no_more_can_be_for_tiers_than_there_is(store: TierStore) -> None:
+    with connected(store) as client:
+        for count in (-1, 4):
+            with pytest.raises(RequestRefused, match="of 3 chunks can't be for tiers"):
+                client.set_aside(SPEC.id, "", FULL, 3, for_tiers=count)

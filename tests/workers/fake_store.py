@@ -41,6 +41,42 @@ class Stored:
 
 
 @dataclass
+class Room:
+    """What one lease has set aside: chunks that are `left`, those that are `lent` to what a tier has brought, by the
+    leases that read it, and those that nobody reads any more."""
+
+    left: int
+    for_tiers: int
+    lent: dict[int, int] = field(default_factory=dict)
+    idle: int = 0
+
+    @property
+    def count(self) -> int:
+        return self.left + sum(self.lent.values()) + self.idle
+
+    def lend(self, lease: int, chunks: int) -> None:
+        """As many of them as there is room for; the others have ordinary room."""
+        for _ in range(chunks):
+            if self.left and sum(self.lent.values()) + self.idle < self.for_tiers:
+                self.left -= 1
+            elif self.idle:
+                self.idle -= 1
+            else:
+                return
+            self.lent[lease] = self.lent.get(lease, 0) + 1
+
+    def spend(self) -> bool:
+        """One is to be stored."""
+        if self.left:
+            self.left -= 1
+        elif self.idle:
+            self.idle -= 1
+        else:
+            return False
+        return True
+
+
+@dataclass
 class FakeStore:
     """What is stored, and switches for what may go wrong."""
 
@@ -53,8 +89,9 @@ class FakeStore:
     room: int = 1 << 20
     """Whole chunks that may be set aside at a time, and ever."""
     most_room: int = 1 << 20
-    asides: dict[int, int] = field(default_factory=dict)
-    """Chunks that are left of each lease's room."""
+    greedy: bool = False
+    """There is no ordinary room: a tier takes all that was set aside."""
+    asides: dict[int, Room] = field(default_factory=dict)
     joined: set[int] = field(default_factory=set)
     leases: int = 0
     released: int = 0
@@ -195,31 +232,34 @@ class FakeStoreClient:
         self._check()
         chunks = await self.store.tier.fetch(root, tokens, tokens_from, keys, wanted, deadline_ms)
         self._check()
-        brought = sum(chunk.group == 0 and bool(chunk.promoted) for chunk in chunks)
-        if aside in self.store.asides:
-            self.store.asides[aside] = max(0, self.store.asides[aside] - brought)
         self.store.leases += 1
+        if aside in self.store.asides:
+            brought = sum(chunk.group == 0 and bool(chunk.promoted) for chunk in chunks)
+            self.store.asides[aside].lend(self.store.leases, brought)
         return Fetched(rid=0, boot=self.boot, lease=self.store.leases, chunks=chunks)
 
     async def set_aside(
-        self, namespace_id: bytes, tenant: str, group: int, chunks: int, *, extra: int = 0, lease_ms: int = 0
-    ) -> Aside:
+        self, namespace_id: bytes, tenant: str, group: int, chunks: int, *, extra: int = 0, lease_ms: int = 0,
+        for_tiers: int = 0,
+    ) -> Aside:  # fmt: skip
         self._check()
         while self.store.hung:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0)
         self._check()
         ever, lease = chunks <= self.store.most_room, 0
-        if ever and chunks + sum(self.store.asides.values()) <= self.store.room:
+        if ever and chunks + sum(room.count for room in self.store.asides.values()) <= self.store.room:
             self.store.leases += 1
             lease = self.store.leases
-            self.store.asides[lease] = chunks
+            self.store.asides[lease] = Room(chunks, chunks if self.store.greedy else for_tiers)
         return Aside(rid=0, boot=self.boot, lease=lease, lease_ms=lease_ms, ever=ever)
 
     def release(self, leases: Sequence[int]) -> None:
         self.store.released += len(leases)
         for lease in leases:
             self.store.asides.pop(lease, None)
+            for room in self.store.asides.values():
+                room.idle += room.lent.pop(lease, 0)
 
     def release_chunks(self, lease: int, chunks: Sequence[int]) -> None:
         self.store.parts_released += len(chunks)
@@ -271,9 +311,7 @@ class FakeStoreClient:
             return Slot("busy")
         if known is not None:
             return Slot("exists", generation=known.generation, kept=kept)
-        if kept and self.store.asides[aside]:
-            self.store.asides[aside] -= 1
-        elif self.store.refuse:
+        if not (kept and self.store.asides[aside].spend()) and self.store.refuse:
             return Slot(self.store.refuse)  # type: ignore[arg-type]
         size = self.store.namespace.groups[chunk.group].granule_bytes * (len(chunk.tokens) // 4 // MATCH_UNIT)
         self.store.next_id += 1

@@ -67,13 +67,15 @@ class PromiseCalls(ABC):
         return held
 
     async def set_aside(
-        self, namespace_id: bytes, tenant: str, group: int, chunks: int, *, extra: int = 0, lease_ms: int = 0
-    ) -> Aside:
+        self, namespace_id: bytes, tenant: str, group: int, chunks: int, *, extra: int = 0, lease_ms: int = 0,
+        for_tiers: int = 0,
+    ) -> Aside:  # fmt: skip
         """Ask for room for so many whole chunks of a group: all of it under one lease, which `reserve` then draws on,
-        or none. The rest of it ends with `release`; `join` renews it."""
+        and `fetch` for up to `for_tiers` at a time; or none. The rest of it ends with `release`; `join` renews it."""
         rid = self._session.rid()
         message = SetAside(
-            rid=rid, namespace=namespace_id, tenant=tenant, group=group, chunks=chunks, extra=extra, lease_ms=lease_ms
+            rid=rid, namespace=namespace_id, tenant=tenant, group=group, chunks=chunks, extra=extra, lease_ms=lease_ms,
+            for_tiers=for_tiers,
         )  # fmt: skip
         return await self._call(rid, message, Aside)
 

@@ -168,11 +168,14 @@ class StoreClient:
         return self._run(self._client.hold(queries, lease_ms=lease_ms))
 
     def set_aside(
-        self, namespace_id: bytes, tenant: str, group: int, chunks: int, *, extra: int = 0, lease_ms: int = 0
-    ) -> Aside:
+        self, namespace_id: bytes, tenant: str, group: int, chunks: int, *, extra: int = 0, lease_ms: int = 0,
+        for_tiers: int = 0,
+    ) -> Aside:  # fmt: skip
         """As AsyncStoreClient.set_aside."""
         return self._run(
-            self._client.set_aside(namespace_id, tenant, group, chunks, extra=extra, lease_ms=lease_ms)
+            self._client.set_aside(
+                namespace_id, tenant, group, chunks, extra=extra, lease_ms=lease_ms, for_tiers=for_tiers
+            )
         )
 
     def release(self, leases: Sequence[int]) -> None:

@@ -33,7 +33,8 @@ NO_REGION = -1
 class HotRequest:
     """One admitted `request`. `admission` numbers it: what was set out for an earlier one comes to nothing. `region`
     has `blocks`; `chunks` are what host memory holds for it; `keys` the unit keys of lent pages. `failed`: from where
-    on chunks are missing there. `since`: when it began to lack something, or None. `aside` is the lease under which the
+    on chunks are missing there; after so many `refusals` they are offered again at `offer_at`. `since`: when it began to
+    lack something, or None. `aside` is the lease under which the
     store has room for the rest of its chunks, or 0; `asking` for it is under way, at `refused` it was refused last.
     `cold` are rows that tiers have; `named` the chunks, by position, whose rows have been chosen, the latest last."""
 
@@ -45,6 +46,8 @@ class HotRequest:
     chunks: list[HostChunk] = field(default_factory=list)
     keys: dict[bytes, int] = field(default_factory=dict)
     failed: int | None = None
+    refusals: int = 0
+    offer_at: float = 0.0
     since: float | None = None
     aside: int = 0
     asking: bool = False
@@ -167,7 +170,7 @@ class HotBook:
             self._unuse(chunk.lease)
             return
         request.chunks.append(chunk)
-        request.since = None
+        request.since, request.refusals, request.offer_at = None, 0, 0.0
         self.counters.add("hot.chunks_held")
 
     def _arrive(self, pages: Pages, chunk: HostChunk) -> int:

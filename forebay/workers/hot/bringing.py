@@ -177,12 +177,13 @@ class HotPuller:
     async def _room(self, namespace_id: bytes, pull: Pull, hit: int, reach: int) -> Room | Refusal:
         """For all that memory doesn't have up to `hit`; where that could never be had, for what nobody has, and for a
         part of what reaches to `reach`."""
-        whole = await self._set_aside(namespace_id, pull, self._beyond(pull, hit))
+        own, prefix = self._beyond(pull, reach), -(-reach // self._size(pull))
+        missing = self._beyond(pull, hit)
+        whole = await self._set_aside(namespace_id, pull, missing, missing - own)
         if whole != "ever":
             return Room(whole) if isinstance(whole, int) else whole
-        own, prefix = self._beyond(pull, reach), -(-reach // self._size(pull))
         for most in dict.fromkeys(max(1, prefix // share) for share in SHARES):
-            part = await self._set_aside(namespace_id, pull, own + most)
+            part = await self._set_aside(namespace_id, pull, own + most, most)
             if part != "ever":
                 return Room(part, most) if isinstance(part, int) else part
         return "ever"
@@ -197,10 +198,10 @@ class HotPuller:
         """Whole chunks that the request can come to have behind a hit."""
         return max(1, pull.chunks - hit // self._size(pull))
 
-    async def _set_aside(self, namespace_id: bytes, pull: Pull, chunks: int) -> int | Refusal:
+    async def _set_aside(self, namespace_id: bytes, pull: Pull, chunks: int, for_tiers: int = 0) -> int | Refusal:
         """The lease, or when there isn't room."""
         (group,) = pull.hosted
-        aside = await set_aside(self._client, namespace_id, pull.tenant, group, chunks, PATIENCE_S)
+        aside = await set_aside(self._client, namespace_id, pull.tenant, group, chunks, PATIENCE_S, for_tiers)
         if aside.lease:
             return aside.lease
         return "now" if aside.ever else "ever"

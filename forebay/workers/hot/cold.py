@@ -75,7 +75,11 @@ class ColdRows:
         if self.most is None:
             return []
         count = len(self.here) + len(self.waits | self.asked.keys()) - self.most
-        return [position for position in self.here if position not in self._needed][: max(0, count)]
+        return self.spare()[: max(0, count)]
+
+    def spare(self) -> list[int]:
+        """Those that no step needs now and that can be brought again, least recently read first."""
+        return [] if self.most is None else [position for position in self.here if position not in self._needed]
 
     def leave(self, position: int) -> None:
         """One isn't in host memory any more."""

@@ -24,7 +24,7 @@ from forebay.scheduler.memory import Admission, Growth
 from forebay.scheduler.plan import Work
 from forebay.scheduler.request import Request
 from forebay.workers.holdings import Holding, Holdings, PoolListener
-from forebay.workers.hot.book import HotBook
+from forebay.workers.hot.book import HotBook, HotRequest
 from forebay.workers.hot.cold import ColdRows
 from forebay.workers.hot.naming import Naming
 from forebay.workers.hot.recent import Recent
@@ -36,6 +36,9 @@ from forebay.workers.prefix import DevicePrefix, GroupShape, device_prefix, unit
 
 ASK_AGAIN_S = 0.25
 """How long it isn't asked again for room that was refused."""
+
+OFFER_S, OFFER_S_MAX = 0.05, 1.0
+"""How long a chunk that was refused isn't offered again: so long at first, and twice as long each time."""
 
 
 class HotHoldings(Holdings):
@@ -427,11 +430,25 @@ class HotHoldings(Holdings):
             self.book.hosted(push.request, push.admission, done.hosted, table)
         elif push.admission:
             self.book.missing(push.request, push.admission, push.chunk.start)
+            known = self.book.known(push.request, push.admission)
+            if known is not None and done.refused:
+                self._refused(push.request, known)
+
+    def _refused(self, key: Hashable, request: HotRequest) -> None:
+        """The store didn't take a chunk. Room that rows of its prefix take, and no step needs, is for that."""
+        if self._clock() >= request.offer_at:  # the first one of those that were offered together
+            request.refusals += 1
+            request.offer_at = self._clock() + min(OFFER_S_MAX, OFFER_S * 2 ** min(request.refusals - 1, 10))
+        if request.cold is not None:
+            for position in request.cold.spare():
+                if self.book.leave(key, position):
+                    request.cold.leave(position)
+                    break
 
     def offer_again(self, key: Hashable) -> None:
-        """See `Holdings.offer_again`."""
+        """See `Holdings.offer_again`. What was refused is offered after a pause."""
         request = self.book.of(key)
-        if request.failed is not None:
+        if request.failed is not None and self._clock() >= request.offer_at:
             self.mark_lost(key, request.failed)
             request.failed = None
 
@@ -451,7 +468,7 @@ class HotHoldings(Holdings):
     def store_back(self) -> None:
         """See `Holdings.store_back`. What it has is to be held again; what it lacks, to be stored again."""
         for key, request in self.book.everybody():
-            request.failed = 0
+            request.failed, request.refusals, request.offer_at = 0, 0, 0.0
             self.offer_again(key)
             if request.hot:
                 self._has_room(key)

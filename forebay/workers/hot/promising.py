@@ -19,15 +19,19 @@ NOTHING = Aside(rid=0, boot=b"", lease=0, lease_ms=0, ever=True)
 
 
 async def set_aside(
-    client: AsyncStoreClient, namespace_id: bytes, tenant: str, group: int, chunks: int, patience_s: float = 0.0
-) -> Aside:
-    """Room for `chunks` whole chunks under a lease; asks until there is some, for `patience_s`. What comes to nothing
-    (lease 0) says whether it could ever be had. Raises StoreUnavailable."""
+    client: AsyncStoreClient, namespace_id: bytes, tenant: str, group: int, chunks: int, patience_s: float = 0.0,
+    for_tiers: int = 0,
+) -> Aside:  # fmt: skip
+    """Room for `chunks` whole chunks under a lease, `for_tiers` of them at a time for what those bring; asks until
+    there is some, for `patience_s`. What comes to nothing (lease 0) says whether it could ever be had. Raises
+    StoreUnavailable."""
     loop = asyncio.get_running_loop()
     end = loop.time() + patience_s
     while True:
         try:
-            aside = await client.set_aside(namespace_id, tenant, group, chunks, lease_ms=LEASE_MS)
+            aside = await client.set_aside(
+                namespace_id, tenant, group, chunks, lease_ms=LEASE_MS, for_tiers=for_tiers
+            )
         except RequestRefused as error:
             if error.code != "limits":  # busy, or it has forgotten the namespace: that passes
                 return NOTHING

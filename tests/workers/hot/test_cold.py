@@ -176,6 +176,34 @@ def test_a_step_that_reads_more_than_there_may_be_gets_on(glm: Sparse) -> None:
     assert store.leases == store.released and not store.asides
 
 
+def test_rows_that_come_again_and_again_take_nothing_of_the_room_for_what_a_request_adds(glm: Sparse) -> None:
+    """Every step reads more than may be in memory, so what comes is more than there was set aside for, many times."""
+    count = 160
+    prompt, store = cold_prefix(glm, 72)
+    expected = glm.expected(prompt, count)
+    store.most_room = CHUNKS // 2 + -(-(len(prompt) + count) // CHUNK) - CHUNKS
+    store.refuse = "full"
+    with glm.worker(store, **(TIGHT | {"hot_buffer_deadline_s": 5.0})) as worker:
+        assert ask(worker, prompt, count).tokens == expected
+        assert worker.stat("hosted.begun_cold") == 1 and worker.stat("hot.chunks_brought") > store.most_room
+        assert worker.stat("hot.chunks_refused") == worker.stat("hot.put_off") == 0
+    assert store.leases == store.released and not store.asides
+
+
+def test_a_chunk_that_is_refused_takes_the_place_of_one_that_no_step_needs(glm: Sparse) -> None:
+    """Rows of the prefix have taken all of the room, what the request adds included."""
+    count = 160
+    prompt, store = cold_prefix(glm, 74)
+    expected = glm.expected(prompt, count)
+    store.most_room = CHUNKS // 2 + -(-(len(prompt) + count) // CHUNK) - CHUNKS
+    store.refuse, store.greedy = "full", True
+    with glm.worker(store, **(TIGHT | {"hot_buffer_deadline_s": 20.0})) as worker:
+        assert ask(worker, prompt, count).tokens == expected
+        assert worker.stat("hot.chunks_refused") > 0 and worker.stat("hot.put_off") == 0
+        assert worker.stat("hot.chunks_refused") < 100, "it isn't offered without a pause"
+    assert store.leases == store.released and not store.asides
+
+
 def test_what_is_promised_is_renewed_while_index_keys_are_still_on_their_way(
     glm: Sparse, monkeypatch: pytest.MonkeyPatch
 ) -> None:

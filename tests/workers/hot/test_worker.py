@@ -181,6 +181,21 @@ def test_what_host_memory_does_not_take_is_tried_again_and_then_given_up(glm: Sp
         assert worker.ask(prompt, 4).tokens == glm.expected(prompt, 4)
 
 
+def test_what_host_memory_does_not_take_is_offered_again_after_a_pause(glm: Sparse) -> None:
+    store = FakeStore()
+    with glm.worker(store, **(TIGHT | {"hot_buffer_deadline_s": 60.0})) as worker:
+        store.refuse = "busy"
+        prompt = glm.text(230, 24)
+        key = worker.submit(prompt, 60)
+        wait_until("it was refused", lambda: worker.stat("hot.chunks_refused") > 0, 60)
+        time.sleep(1)
+        offered = worker.stat("hot.chunks_refused")
+        assert offered < 10 * len(prompt) / CHUNK, "in so short a time each chunk is offered a few times"
+        store.refuse = ""
+        assert worker.wait(key, 60).tokens == glm.expected(prompt, 60)
+        assert worker.stat("hot.put_off") == 0
+
+
 def test_no_more_host_pages_are_used_than_the_cap(glm: Sparse) -> None:
     store = FakeStore()
     with glm.worker(store, **(SQUEEZED | {"hot_buffer_host_tokens": 256})) as worker:
