@@ -32,11 +32,11 @@ NO_REGION = -1
 @dataclass(slots=True, eq=False)
 class HotRequest:
     """One admitted `request`. `admission` numbers it: what was set out for an earlier one comes to nothing. `region`
-    has `blocks`; `chunks` are what host memory holds for it; `keys` the unit keys of lent pages. `failed`: from where
-    on chunks are missing there; after so many `refusals` they are offered again at `offer_at`. `since`: when it began to
-    lack something, or None. `aside` is the lease under which the
-    store has room for the rest of its chunks, or 0; `asking` for it is under way, at `refused` it was refused last.
-    `cold` are rows that tiers have; `named` the chunks, by position, whose rows have been chosen, the latest last."""
+    has `blocks`; `chunks` are what host memory holds for it; `keys` the unit keys of lent pages. `failed`: from
+    where on chunks are missing there; after so many `refusals` they are offered again at `offer_at`. `since`: when
+    it began to lack something, or None. `aside` is the lease under which the store has room for the rest of its
+    chunks, or 0; `asking` for it is under way, at `refused` it was refused last. `cold` are rows that tiers have;
+    `named` the chunks, by position, whose rows have been chosen, the latest last."""
 
     request: Request
     admission: int
