@@ -61,7 +61,7 @@ class CoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.w = World(extents=5)
-        self.hard: dict[Entry, float] = {}
+        self.hard: dict[tuple[Entry, str], float] = {}
         self.unwanted: set[int] = set()
 
     @rule(tokens=prompts, who=who, tenant=st.sampled_from(TENANTS), retain=st.sampled_from([0, 500]), read=who)
@@ -307,7 +307,7 @@ class CoreMachine(RuleBasedStateMachine):
             assert hard
             return
         for entry in entries if hard else ():
-            self.hard[entry] = max(self.hard.get(entry, 0.0), self.w.now + seconds)
+            self.hard[entry, by] = self.w.now + seconds  # renewed, be it for less
 
     @rule(dice=dice, by=st.sampled_from(["a", "b"]))
     def unpin_some(self, dice: random.Random, by: str) -> None:
@@ -315,7 +315,7 @@ class CoreMachine(RuleBasedStateMachine):
         some = dice.sample(held, min(4, len(held)))
         self.w.core.pins.unpin(some, by)
         for entry in some:
-            self.hard.pop(entry, None)
+            self.hard.pop((entry, by), None)
 
     @rule(dice=dice, tenant=st.sampled_from(TENANTS), seconds=st.sampled_from([0, 3, 300]))
     def touch(self, dice: random.Random, tenant: str, seconds: float) -> None:
@@ -358,13 +358,17 @@ class CoreMachine(RuleBasedStateMachine):
             covered = [c for c, (block, _) in self.w.files.chunks.items() if scope.covers(decode_header(block))]
             for chunk in covered:
                 del self.w.files.chunks[chunk]
-        self.hard = {entry: until for entry, until in self.hard.items() if entry.state is SlotState.COMMITTED}
+        self._forget_pins()
+
+    def _forget_pins(self) -> None:
+        """What was cleared or damaged is kept no more."""
+        self.hard = {kept: until for kept, until in self.hard.items() if kept[0].state is SlotState.COMMITTED}
 
     @rule(dice=dice)
     def damage(self, dice: random.Random) -> None:
         if held := self._committed():
-            self.w.core.damaged(entry := dice.choice(held))
-            self.hard.pop(entry, None)
+            self.w.core.damaged(dice.choice(held))
+            self._forget_pins()
 
     def _committed(self) -> list[Entry]:
         return [entry for entry in self.w.core.table if entry.state is SlotState.COMMITTED]
@@ -396,7 +400,7 @@ class CoreMachine(RuleBasedStateMachine):
         for mine in self.w.asides:
             assert mine.lease in mine.client.leases or self.w.now >= mine.until
         self.w.asides = [x for x in self.w.asides if x.lease in x.client.leases]
-        self.hard = {entry: until for entry, until in self.hard.items() if until > self.w.now}
+        self.hard = {kept: until for kept, until in self.hard.items() if until > self.w.now}
         ended = [g for g in self.w.granted if g.slot.reservation not in g.client.reservations]
         assert all(g.ref in self.w.core.quarantine.slots_of(g.client.id) for g in ended)
         self.w.granted = [g for g in self.w.granted if g not in ended]
@@ -477,7 +481,7 @@ class CoreMachine(RuleBasedStateMachine):
         for mine in self.w.asides:
             for entry in mine.kept:
                 assert entry.pins > 0 and self.w.bytes_of(entry) == self.w.right(entry)
-        for entry, until in self.hard.items():
+        for (entry, _), until in self.hard.items():
             assert entry.state is SlotState.COMMITTED or until <= self.w.now
 
     @invariant()
