@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
+from heapq import nlargest
 
 from forebay.kvstore.identity import KEY_BYTES
 
@@ -17,7 +18,9 @@ class Recent:
     """Bounded; what was read longest ago is forgotten first. `keys` are those of a prompt's chunks, joined."""
 
     def __init__(self) -> None:
-        self._keys: dict[bytes, None] = {}
+        # Each with the number of its note: the dict's order is theirs.
+        self._keys: dict[bytes, int] = {}
+        self._notes = 0
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -28,13 +31,16 @@ class Recent:
             key = _key(keys, position)
             if key:  # not that of a chunk that has hardly begun
                 self._keys.pop(key, None)
-                self._keys[key] = None
+                self._notes += 1
+                self._keys[key] = self._notes
         while len(self._keys) > REMEMBERED_MAX:
             del self._keys[next(iter(self._keys))]
 
-    def among(self, keys: bytes, positions: Collection[int]) -> list[int]:
-        """Those of a prompt's chunk positions that were read, at most AHEAD_MAX of them."""
-        return [position for position in sorted(positions) if _key(keys, position) in self._keys][:AHEAD_MAX]
+    def among(self, keys: bytes, positions: Iterable[int]) -> list[int]:
+        """Those of a prompt's chunk positions that were read, the latest first, at most AHEAD_MAX of them."""
+        known = ((self._keys.get(_key(keys, position)), position) for position in positions)
+        read = [(number, position) for number, position in known if number is not None]
+        return [position for _, position in nlargest(AHEAD_MAX, read)]
 
 
 def _key(keys: bytes, position: int) -> bytes:

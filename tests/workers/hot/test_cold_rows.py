@@ -133,6 +133,8 @@ def test_what_was_read_last_is_known_by_its_key_alone() -> None:
     recent = Recent()
     recent.note(keys(9), [3, 8, 9, 1])
     assert recent.among(keys(9), {1, 2, 3, 4}) == [1, 3] and len(recent) == 3
+    recent.note(keys(9), [3])
+    assert recent.among(keys(9), {1, 2, 3, 4}) == [3, 1], "the latest first"
     assert recent.among(keys(9, salt=1), {1, 2, 3}) == []
 
 
@@ -143,4 +145,13 @@ def test_it_remembers_no_more_than_its_cap_and_forgets_what_is_oldest() -> None:
     assert len(recent) == REMEMBERED_MAX
     everything = set(range(AHEAD_MAX + 5))
     assert recent.among(keys(AHEAD_MAX + 5), everything) == []
-    assert recent.among(keys(AHEAD_MAX + 5, 1), everything) == list(range(5, AHEAD_MAX + 5))
+    assert recent.among(keys(AHEAD_MAX + 5, 1), everything) == list(range(AHEAD_MAX + 4, 4, -1))
+
+
+def test_of_a_long_prompt_it_names_what_was_read_last_wherever_that_is() -> None:
+    recent, prompt = Recent(), keys(3 * AHEAD_MAX)
+    for first in (2 * AHEAD_MAX, AHEAD_MAX, 0):
+        recent.note(prompt, range(first, first + AHEAD_MAX))
+    recent.note(prompt, [3 * AHEAD_MAX - 1])
+    latest = [3 * AHEAD_MAX - 1, *range(AHEAD_MAX - 1, 0, -1)]
+    assert recent.among(prompt, range(3 * AHEAD_MAX)) == latest
