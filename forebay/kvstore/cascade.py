@@ -37,13 +37,17 @@ REST_S = 0.25
 FAILURES = ("missing", "corrupt", "full", "quota", "io", "late", "dropped")
 """Reasons that are counted each by its name. What else a tier says is counted as a failure."""
 
+LOST = ("missing", "corrupt")
+"""Of these, those that won't be otherwise the next time."""
+
 Jobs = list[tuple[str, StoreJob]]
 
 
 @dataclass(eq=False)
 class Load:
     """A promotion under way. `waiters` lookups want it; each gets a pin of its own when it is there. What
-    `clears` cover that were under way meanwhile isn't wanted any more when it comes."""
+    `clears` cover that were under way meanwhile isn't wanted any more when it comes. `lost`: the tier hasn't got that
+    chunk, or not as it was."""
 
     entry: Entry
     tier: str
@@ -51,6 +55,7 @@ class Load:
     clears: list[Scope] = field(default_factory=list)
     done: bool = False
     ok: bool = False
+    lost: bool = False
 
 
 @dataclass
@@ -241,6 +246,7 @@ class Cascade:
         if header is None or any(scope.covers(header) for scope in load.clears):
             self._core.counters.add(f"tier.{tier_name}.load_failed")
             self._core.promotion_failed(load.entry)
+            load.lost = result.ok or result.reason in LOST
             return load
         load.ok = True
         self._core.promoted(load.entry, header, tier_name)

@@ -248,13 +248,18 @@ class Fetch(Message, frozen=True):
 
 
 class Fetched(Message, frozen=True):
-    """Those of the wanted chunks that are there, pinned under `lease` (0: none); `pending`: more is under way."""
+    """Those of the wanted chunks that are there, pinned under `lease` (0: none); `pending`: more is under way.
+
+    `gone` are places that nobody has: memory lacks them, and every tier has said that it does, too. What is neither
+    there nor gone may come if it is asked for again: there may be no room, or a tier doesn't answer.
+    """
 
     rid: int
     boot: bytes
     lease: int
     chunks: list[ChunkRead]
     pending: bool = False
+    gone: list[tuple[int, int]] = []
 
 
 class Join(Message, frozen=True):

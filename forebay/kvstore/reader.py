@@ -25,6 +25,7 @@ from forebay.kvstore.lookup import (
     promotions,
     queries,
 )
+from forebay.kvstore.said import Said
 from forebay.tiers.base import LoadJob, LookupResult, Query, StoreJob
 
 TIER_ANSWER_S_MAX = 1.0
@@ -33,11 +34,6 @@ PLANS_MAX = 4
 
 VOUCHED_S, VOUCHED_MAX = 10.0, 4096
 """How long, and of how many chunks, it is remembered that an alarm about them was false."""
-
-NO_HIT = LookupResult("miss")
-
-Refused = set[tuple[str, int, bytes]]
-"""What a tier offered and could not bring: (tier, group, key)."""
 
 
 class TierHandle(Protocol):
@@ -98,7 +94,7 @@ class Reader:
         held: list[Entry] = []
         try:
             if deadline_ms > 0 and self._tiers and found.hit() < prompt.longest:
-                await self._promote_all(found, until, loads, held)
+                await self._promote_all(found, until, loads, held, Said())
             await self._verify(prompt)
             pending = any(not load.done for load in loads)
             if not wanted():
@@ -112,33 +108,36 @@ class Reader:
         """What memory has and tiers offer of a prompt. Nothing is brought, nothing promised."""
         found = match(self._core, prompt)
         if self._tiers and found.hit() < prompt.longest:
-            await self._ask(found, asyncio.get_running_loop().time() + deadline_ms / 1000, set())
+            await self._ask(found, asyncio.get_running_loop().time() + deadline_ms / 1000, Said())
         return found
 
     async def fetch(
         self, client: Client, prompt: Prompt, places: Sequence[Place], deadline_ms: int, wanted: Callable[[], bool],
         aside: int = 0,
-    ) -> tuple[Pinned, dict[Entry, str], bool]:  # fmt: skip
+    ) -> tuple[Pinned, dict[Entry, str], bool, list[Place]]:  # fmt: skip
         """As `lookup`, for single places, whether or not they add up to a hit; into what was set `aside`, if it is for
-        them."""
+        them. And which of them nobody has."""
         until = asyncio.get_running_loop().time() + deadline_ms / 1000
         found = match(self._core, prompt, places)
         loads: list[Load] = []
         held: list[Entry] = []
+        said = Said()
         try:
             if deadline_ms > 0 and self._tiers and found.lacks_any():
-                await self._promote_all(found, until, loads, held, Room(client, aside))
+                await self._promote_all(found, until, loads, held, said, Room(client, aside))
             for entry in self._there(match(self._core, prompt, places)):
                 if not entry.verified:
                     await self.check(entry)
             pending = any(not load.done for load in loads)
             if not wanted():
-                return Pinned(0, 0, []), {}, False
-            pinned = pin_places(self._core, client, match(self._core, prompt, places))
+                return Pinned(0, 0, []), {}, False, []
+            found = match(self._core, prompt, places)
+            pinned = pin_places(self._core, client, found)
             if not all(entry.verified for entry in pinned.entries):  # doubted this very moment
                 self._core.release(client, [pinned.lease])
                 pinned = Pinned(0, 0, [])
-            return pinned, {load.entry: load.tier for load in loads if load.ok}, pending
+            origins = {load.entry: load.tier for load in loads if load.ok}
+            return pinned, origins, pending, said.gone(found, self._tiers)
         finally:
             self._let_go(loads, held)
 
@@ -148,27 +147,24 @@ class Reader:
         return [entry for entry in entries if entry is not None]
 
     async def _promote_all(
-        self, found: Match, until: float, loads: list[Load], held: list[Entry], room: Room | None = None
+        self, found: Match, until: float, loads: list[Load], held: list[Entry], said: Said, room: Room | None = None
     ) -> None:
         """Start and await the loads of the best length; of the next best, if a tier can't keep what it said. What this
         pins is in `loads` and `held` at once, so that the caller lets go of it whatever happens."""
-        refused: Refused = set()
         for _ in range(PLANS_MAX):
-            new = await self._promote(found, until, loads, held, refused, room)
-            failed = {(load.tier, load.entry.group, load.entry.key) for load in new if load.done and not load.ok}
-            if not failed or asyncio.get_running_loop().time() >= until:
+            new = await self._promote(found, until, loads, held, said, room)
+            if not said.loads_failed(new) or asyncio.get_running_loop().time() >= until:
                 return
-            refused |= failed
             found = match(self._core, found.prompt, found.only)
             served = found.hit() >= found.prompt.longest if found.only is None else not found.lacks_any()
             if served:
                 return
 
     async def _promote(
-        self, found: Match, until: float, loads: list[Load], held: list[Entry], refused: Refused, room: Room | None
+        self, found: Match, until: float, loads: list[Load], held: list[Entry], said: Said, room: Room | None
     ) -> list[Load]:
         """One plan: ask the tiers, load, wait. Returns its loads; those that have not ended are still under way."""
-        await self._ask(found, until, refused)
+        await self._ask(found, until, said)
         # The table may have changed while tiers answered.
         fresh = match(self._core, found.prompt, found.only)
         fresh.offers = found.offers
@@ -182,7 +178,7 @@ class Reader:
         await self._wait(started, until)
         return started
 
-    async def _ask(self, found: Match, until: float, refused: Refused) -> None:
+    async def _ask(self, found: Match, until: float, said: Said) -> None:
         """Note what tiers offer, one after the other, of what is missing."""
         loop = asyncio.get_running_loop()
         for name, tier in self._tiers.items():
@@ -195,8 +191,7 @@ class Reader:
             places = [place for place, _ in missing]
             answers = await tier.lookup([query for _, query in missing], timeout)
             results = [
-                NO_HIT if (name, group, answer.key) in refused else answer
-                for (group, _), answer in zip(places, answers, strict=True)
+                said.answered(found, name, place, answer) for place, answer in zip(places, answers, strict=True)
             ]
             nonsense = offer(found, name, places, results)
             if nonsense:

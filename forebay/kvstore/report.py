@@ -136,6 +136,8 @@ def _why_tier(prompt: Prompt, row: Sequence[LookupResult], end: int | None) -> t
         return _complete(prompt)
     if row[end].outcome == "retry":
         return "slow", "the tier did not answer in time"
+    if row[end].outcome == "away":
+        return "away", "the tier can't say at present"
     return "missing", f"it has no chunk that goes on from token {end * prompt.namespace.chunk_tokens}"
 
 

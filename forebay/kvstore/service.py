@@ -322,14 +322,16 @@ class StoreService:
             if not (0 <= group < groups and known):
                 raise RequestRefused("limits", f"position {position} of group {group} is no place of this prompt")
         places = list(dict.fromkeys(request.wanted))
-        pinned, origins, pending = await self.reader.fetch(
+        pinned, origins, pending, gone = await self.reader.fetch(
             client, prompt, places, _patience_ms(request), lambda: not connection.closed, request.aside
         )
         self.core.counters.add("store.fetches")
         if self.cascade.counts_hits:
             asyncio.get_running_loop().call_soon(self._hit, pinned.entries)
         chunks = _reads(pinned.entries, origins)
-        return Fetched(rid=request.rid, boot=self.boot, lease=pinned.lease, chunks=chunks, pending=pending)
+        return Fetched(
+            rid=request.rid, boot=self.boot, lease=pinned.lease, chunks=chunks, pending=pending, gone=gone
+        )
 
     async def _warm(self, connection: Connection, client: Client, request: Warm) -> Warmed:
         namespace = known_namespace(self.core, request.namespace)

@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-Outcome = Literal["hit", "miss", "retry"]
+Outcome = Literal["hit", "miss", "retry", "away"]
 
 
 class ChunkId(msgspec.Struct, frozen=True, array_like=True):
@@ -46,8 +46,10 @@ class Query(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LookupResult(msgspec.Struct, frozen=True, array_like=True):
-    """Answer to one Query. On a hit, `key` names the stored chunk, `matched` how many of the query's tokens
-    it serves (a multiple of the unit), `tokens` how many it has, `length` its bytes with the header."""
+    """Answer to one Query. `retry`: not known yet, ask again. `away`: the tier can't say, and won't soon; nobody waits
+    for it, but unlike after a `miss` it may have the chunk. On a hit, `key` names the stored chunk, `matched` how many
+    of the query's tokens it serves (a multiple of the unit), `tokens` how many it has, `length` its bytes with the
+    header."""
 
     outcome: Outcome
     key: bytes = b""
@@ -152,7 +154,7 @@ class SecondaryTier(ABC):
 
     @abstractmethod
     def lookup(self, queries: Sequence[Query]) -> list[LookupResult]:
-        """One result a query. `retry` means: not known yet, ask again. Never blocks on a device."""
+        """One result a query. Never blocks on a device."""
 
     @abstractmethod
     def submit_store(self, job: StoreJob) -> None:

@@ -231,13 +231,13 @@ class TierHost:
 
     async def lookup(self, queries: Sequence[Query], timeout_s: float) -> list[LookupResult]:
         """One result a query, after `timeout_s` at the latest. `retry` if the tier doesn't know in time,
-        `miss` if there is no tier process."""
+        `away` if there is no tier process."""
         if not self.alive:
-            return [LookupResult("miss")] * len(queries)
+            return [LookupResult("away")] * len(queries)
         answer = await self._ask(lambda rid: Lookup(rid, list(queries), timeout_s), timeout_s, "lookups_late")
         if isinstance(answer, LookupDone) and len(answer.results) == len(queries):
             return answer.results
-        return [LookupResult("retry" if self.alive else "miss")] * len(queries)
+        return [LookupResult("retry" if self.alive else "away")] * len(queries)
 
     async def _ask(self, make: Callable[[int], object], timeout_s: float, late: str) -> FromTier | None:
         """Send a request, wait for its answer. None if it doesn't come in time or can't be sent."""

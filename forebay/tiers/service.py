@@ -271,7 +271,7 @@ class TierService:
     def _ask(self, queries: Sequence[Query]) -> list[LookupResult]:
         found = self._guard("lookup", lambda: self._tier.lookup(queries))
         if found is None or len(found) != len(queries):
-            return [LookupResult("miss")] * len(queries)
+            return [LookupResult("away")] * len(queries)
         return found
 
     def _retry_lookups(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +17,7 @@ from forebay.kvstore.protocol import ChunkRead, Fetched, Surveyed
 from forebay.tiers.base import LookupResult
 from tests.kvstore.running import payload_of, prompt_of
 from tests.kvstore.support import CHUNK, SmallStore, namespace
-from tests.kvstore.test_daemon_tiers import CHUNKS, TOKENS, TierStore, fs
+from tests.kvstore.test_daemon_tiers import CHUNKS, ODD, TOKENS, TierStore, evict_all, fs
 
 SPEC = namespace()
 FULL, WINDOW = 0, 1
@@ -144,6 +145,47 @@ def test_where_one_cannot_be_had_the_later_ones_are_not_brought(store: TierStore
         fetched = fetch(client, wanted)
         assert places(fetched.chunks)[-1] == (FULL, 3)
         assert (FULL, 2) not in places(fetched.chunks)
+        assert fetched.gone == [(FULL, 2)], "the tier said that it has it, and hasn't"
+
+
+ELSEWHERE = [*TOKENS[:CHUNK], *range(5000, 5000 + 3 * CHUNK)]
+"""A prompt of which the store has the first chunk."""
+
+
+def test_it_says_what_nobody_has(store: TierStore) -> None:
+    with connected(store) as client:
+        fetched = fetch(client, [(FULL, 2), (FULL, 0), (WINDOW, 3)], ELSEWHERE)
+        assert (fetched.chunks, fetched.gone) == ([], [(FULL, 2), (WINDOW, 3)]), "in their order, up to the first"
+        fetched = fetch(client, [(FULL, 0), (FULL, 2)], ELSEWHERE)
+        assert (places(fetched.chunks), fetched.gone) == ([(FULL, 0)], [(FULL, 2)])
+        client.release([fetched.lease])
+        assert fetch(client, [(FULL, 0), (FULL, 1)], deadline_ms=0).gone == [], "nobody was asked"
+
+
+@pytest.mark.parametrize("tier", ["Never", "Raising"])
+def test_nothing_is_gone_as_long_as_a_tier_does_not_say_so(filled: TierStore, tier: str) -> None:
+    """One that never knows, and one that isn't well."""
+    filled.start(fs(filled.config.parent, "disk") + f'[tiers.odd]\nkind = "{ODD}{tier}"\n')
+    try:
+        with connected(filled) as client:
+            fetched = fetch(client, [(FULL, 0), (FULL, 2)], ELSEWHERE)
+            assert (places(fetched.chunks), fetched.gone) == ([(FULL, 0)], [])
+    finally:
+        filled.forget()
+
+
+def test_what_a_tier_cannot_bring_now_is_not_gone(tmp_path: Path) -> None:
+    store = TierStore(tmp_path)
+    store.start(f'[tiers.broken]\nkind = "{ODD}Broken"\n')
+    try:
+        store.fill(TOKENS)
+        store.until(lambda v: v["tier.broken.chunks"] == CHUNKS)
+        evict_all(store)
+        with connected(store) as client:
+            fetched = fetch(client, [(FULL, 1)])
+            assert (fetched.chunks, fetched.gone) == ([], []) and not fetched.pending
+    finally:
+        store.forget()
 
 
 def test_what_is_brought_takes_the_room_that_was_set_aside_for_it(store: TierStore) -> None:

@@ -146,7 +146,7 @@ def test_a_tier_that_is_lost_while_descriptors_are_short_comes_back_when_there_a
     run(scenario())
 
 
-def test_without_a_process_stores_fail_lookups_miss_and_forgets_wait(pool: Pool, tmp_path: Path) -> None:
+def test_without_a_process_stores_fail_lookups_are_away_and_forgets_wait(pool: Pool, tmp_path: Path) -> None:
     async def scenario() -> None:
         slow = Patience(backoff_first_s=1.0)
         chunk, other = numbered(1), numbered(2)
@@ -158,7 +158,7 @@ def test_without_a_process_stores_fail_lookups_miss_and_forgets_wait(pool: Pool,
             assert len(w.results) == 2, "never called from inside"
             await w.until(lambda: len(w.results) == 3)
             assert w.results[-1].reason == "io"
-            assert (await w.host.lookup([chunk.query()], 1.0))[0].outcome == "miss"
+            assert (await w.host.lookup([chunk.query()], 1.0))[0].outcome == "away"
             w.host.forget([chunk.id], "cleared")
             cleared = asyncio.create_task(w.host.clear(b"o" * 32))
             await w.until(lambda: w.host.alive)
@@ -311,7 +311,7 @@ def test_exceptions_of_a_tier_fail_the_jobs_and_are_counted(pool: Pool) -> None:
             w.host.load([w.load_job(2, make_chunk())])
             await w.until(lambda: len(w.results) == 2)
             assert {(r.id, r.ok, r.reason) for r in w.results} == {(1, False, "io"), (2, False, "io")}
-            assert (await w.host.lookup([make_chunk().query()], 1.0))[0].outcome == "miss"
+            assert (await w.host.lookup([make_chunk().query()], 1.0))[0].outcome == "away"
             assert (await w.host.stats()).values["process.exceptions"] == 3
             assert w.host.pid == w.suspect, "the process lives on"
 
@@ -417,13 +417,13 @@ def test_a_lookup_that_takes_too_long_is_retry(pool: Pool) -> None:
     asyncio.run(scenario())
 
 
-def test_lookups_in_flight_when_the_process_dies_are_misses(pool: Pool) -> None:
+def test_lookups_in_flight_when_the_process_dies_are_no_misses(pool: Pool) -> None:
     async def scenario() -> None:
         async with hosted(pool, ODD + "Never") as w:
             asked = asyncio.create_task(w.host.lookup([make_chunk().query()], 10.0))
             await asyncio.sleep(0.1)
             os.kill(w.suspect, signal.SIGKILL)
-            assert (await asked)[0].outcome in ("miss", "retry")
+            assert (await asked)[0].outcome in ("away", "retry")
 
     asyncio.run(scenario())
 

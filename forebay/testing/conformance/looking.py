@@ -77,12 +77,13 @@ class Looking(Suite):
         driver.store(there)
         queries = [Query(0, number.to_bytes(32, "little"), b"p" * 32, there.header.tokens) for number in range(3000)]
         found = driver.lookup(*queries, there.query())
-        assert [answer.outcome for answer in found] == ["miss"] * 3000 + ["hit"]
+        assert found[-1].outcome == "hit"
+        assert {answer.outcome for answer in found[:-1]} <= {"miss", "away"}, "it may not look for so many at once"
         driver.until(lambda: driver.value("queue_bytes") == 0, "queues to be empty")
 
     @needs("stall")
     def test_a_lookup_answers_while_the_device_stands_still(self, driver: Driver) -> None:
-        """With what it knows, or `retry`, or a miss; but it answers, again and again."""
+        """With what it knows, or `retry`, or `away`, or a miss; but it answers, again and again."""
         chunk = make_chunk()
         driver.store(chunk)
         queries = [chunk.query(), *[numbered(1 + i).query() for i in range(100)]]

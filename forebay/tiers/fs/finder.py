@@ -99,7 +99,11 @@ class Finder:
         open_at = [
             at for at, (query, found) in enumerate(zip(queries, results, strict=True))
             if found.key != query.key and self.neighbours.unknown(ChunkId(query.group, query.key))
-        ][:ASK_MAX]  # fmt: skip
+        ]  # fmt: skip
+        for at in open_at:
+            if results[at].outcome == "miss":
+                results[at] = LookupResult("away")  # unless the disk is asked now
+        open_at = open_at[:ASK_MAX]
         wanted = [ChunkId(queries[at].group, queries[at].key) for at in open_at]
         with self._lock:
             chunks = [chunk for chunk in wanted if chunk not in self._asking]

@@ -216,7 +216,7 @@ class FsTier(SecondaryTier):
             return self._finder.lookup(queries)
         except lmdb.Error as error:
             self._outbox.manifest_error(error)
-            return [LookupResult("miss")] * len(queries)
+            return [LookupResult("away")] * len(queries)
 
     def submit_store(self, job: StoreJob) -> None:
         memory = self._extents[job.extent][job.offset : job.offset + job.length]

@@ -26,10 +26,11 @@ HIT_S, MISS_S = 1.0, 0.5
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What the master said. `place` None: there is nothing."""
+    """What the master said. `place` None: there is nothing, or it didn't say, and that isn't `sure`."""
 
     place: Place | None
     until: float
+    sure: bool = True
 
 
 class Finder:
@@ -87,11 +88,13 @@ class Finder:
                 return LookupResult("retry")
             if len(self._waiting) >= WAITING_MAX:
                 self.counts["lookups_dropped"] += 1
-                return LookupResult("miss")
+                return LookupResult("away")
             self._waiting[chunk] = None
             return LookupResult("retry")
-        if known.place is None or self._suspects.hangs(known.place.endpoint):
-            return LookupResult("miss")
+        if known.place is None:
+            return LookupResult("miss" if known.sure else "away")
+        if self._suspects.hangs(known.place.endpoint):
+            return LookupResult("away")
         tokens = len(query.tokens) // 4
         return LookupResult("hit", query.key, tokens, tokens, known.place.length)
 
@@ -129,32 +132,35 @@ class Finder:
                 # A chunk that is still there hasn't changed its length, and hardly its place.
                 before = {c: known.place for c in chunks if (known := self._known.get(c)) and known.place}
             found: dict[ChunkId, Place | None] = dict.fromkeys(chunks)
+            unsure = set(chunks)
             try:
-                found = self._ask(chunks, before)
+                found, unsure = self._ask(chunks, before)
             except Exception:
                 self.counts["task_crashes"] += 1
                 log.exception("asking the master failed")
-            self._learn(found)
+            self._learn(found, unsure)
             self._wake()
 
-    def _ask(self, chunks: list[ChunkId], before: dict[ChunkId, Place]) -> dict[ChunkId, Place | None]:
-        """What is known now. What the master didn't answer in time is asked for again; without a master, all that
-        isn't known is a miss for a moment."""
+    def _ask(
+        self, chunks: list[ChunkId], before: dict[ChunkId, Place]
+    ) -> tuple[dict[ChunkId, Place | None], set[ChunkId]]:
+        """What is known now, and of what it isn't for sure. What the master didn't answer in time is asked for again;
+        without a master, all that isn't known counts as nothing for a moment."""
         found = self._remote.find(chunks, before)
         if unknown := [chunk for chunk in chunks if chunk not in found]:
             self.counts["lookups_failed"] += len(unknown)
             complain("lookup", "the master didn't answer for %d keys", len(unknown))
             if self._remote.unreachable:
                 found |= dict.fromkeys(unknown)
-        return found
+        return found, set(unknown)
 
-    def _learn(self, found: dict[ChunkId, Place | None]) -> None:
+    def _learn(self, found: dict[ChunkId, Place | None], unsure: set[ChunkId]) -> None:
         now = self._clock()
         with self._changed:
             for chunk, place in found.items():
                 # What happened to the chunk meanwhile may have made the answer wrong: it is asked for again.
                 if not self._asked[chunk]:
-                    self._known[chunk] = _Known(place, now + (HIT_S if place else MISS_S))
+                    self._known[chunk] = _Known(place, now + (HIT_S if place else MISS_S), chunk not in unsure)
                     self._known.move_to_end(chunk)
             self._asked = {}
             while len(self._known) > KNOWN_MAX:

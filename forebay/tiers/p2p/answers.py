@@ -16,11 +16,13 @@ KNOWN_MAX = 1 << 16
 OPEN_MAX = 1 << 14
 MISS = LookupResult("miss")
 RETRY = LookupResult("retry")
+AWAY = LookupResult("away")
 
 
 @dataclass(slots=True)
 class _Open:
-    """A query that peers were asked. `asked` have not answered yet."""
+    """A query that peers were asked. `asked` have not answered yet. `best` is AWAY where one of them won't, and
+    no other has the chunk."""
 
     asked: set[str]
     best: LookupResult = MISS
@@ -50,24 +52,27 @@ class Answers:
         self._known: OrderedDict[Query, _Known] = OrderedDict()
         self._where: OrderedDict[ChunkId, dict[str, float]] = OrderedDict()
 
-    def look(self, queries: Sequence[Query], peers: frozenset[str]) -> Asking:
-        """Answers that are known, `retry` for the others. Those that are new are open from now on, towards `peers`."""
+    def look(self, queries: Sequence[Query], peers: frozenset[str], *, absent: bool = False) -> Asking:
+        """Answers that are known, `retry` for the others. Those that are new are open from now on, towards `peers`;
+        others, that can't be asked, are `absent`."""
         asking = Asking([])
         now = self._clock()
         with self._lock:
             for query in queries:
-                asking.results.append(self._look(query, peers, now, asking.unasked))
+                asking.results.append(self._look(query, peers, now, asking.unasked, absent=absent))
         return asking
 
-    def _look(self, query: Query, peers: frozenset[str], now: float, unasked: list[Query]) -> LookupResult:
+    def _look(
+        self, query: Query, peers: frozenset[str], now: float, unasked: list[Query], *, absent: bool
+    ) -> LookupResult:
         known = self._known.get(query)
         if known is not None and now < known.until and self._still_true(query, known.result):
             return known.result
         if query in self._open:
             return RETRY
         if not peers or len(self._open) >= OPEN_MAX:
-            return MISS
-        self._open[query] = _Open(set(peers))
+            return AWAY if peers or absent else MISS
+        self._open[query] = _Open(set(peers), AWAY if absent else MISS)
         unasked.append(query)
         return RETRY
 
@@ -84,11 +89,11 @@ class Answers:
                 self._settle(query, peer, result, now)
 
     def silent(self, peer: str, queries: Iterable[Query]) -> None:
-        """A peer hasn't answered in time, or is gone: it has nothing."""
+        """A peer hasn't answered in time, or is gone: nothing is to be had from it."""
         now = self._clock()
         with self._lock:
             for query in queries:
-                self._settle(query, peer, MISS, now)
+                self._settle(query, peer, AWAY, now)
 
     def _settle(self, query: Query, peer: str, result: LookupResult, now: float) -> None:
         state = self._open.get(query)
@@ -97,6 +102,8 @@ class Answers:
         state.asked.discard(peer)
         if result.outcome == "hit" and result.matched > state.best.matched:
             state.best = result
+        elif result.outcome != "miss" and state.best.outcome != "hit":
+            state.best = AWAY
         if state.asked and not (state.best.outcome == "hit" and state.best.key == query.key):
             return
         del self._open[query]

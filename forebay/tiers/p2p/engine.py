@@ -79,6 +79,8 @@ class Engine:
         self._identity = self._open_identity()
         self.nixl = self._open_nixl()
         self.up: frozenset[str] = frozenset()
+        # Is any of the peers not up?
+        self.absent = False
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._clears = PeerClears(
@@ -195,6 +197,7 @@ class Engine:
             peer.name: self._peer(context, peer, Self(name, boot, self.nixl is not None))
             for peer in self._settings.peers
         }
+        self.absent = bool(self._peers)
         window = max(1, min(WINDOW, PIECES_AHEAD // options.loads_at_once))
         fetcher = Fetcher(self._threads, options.stall_s, self._namespaces, self.nixl, window)
         self._loads = Loads(
@@ -287,6 +290,7 @@ class Engine:
 
     def _changed(self) -> None:
         self.up = frozenset(name for name, peer in self._peers.items() if peer.up)
+        self.absent = len(self.up) < len(self._peers)
         self._reaching.only(self.up)
         for name in self.up:
             self._clears.came_up(name)

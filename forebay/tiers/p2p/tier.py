@@ -84,7 +84,7 @@ class P2pTier(SecondaryTier):
     # --- looking up ------------------------------------------------------------------------------------
 
     def lookup(self, queries: Sequence[Query]) -> list[LookupResult]:
-        asking = self._answers.look(queries, self._engine.up)
+        asking = self._answers.look(queries, self._engine.up, absent=self._engine.absent)
         if asking.unasked:
             self.counts["asked"] += len(asking.unasked)
             self._engine.ask(asking.unasked)

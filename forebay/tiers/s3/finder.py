@@ -91,7 +91,7 @@ class Finder:
         """One result a query. Never asks the bucket itself."""
         if self.holdings.bucket.requests.breaker.shut:
             self.counts["lookups_shut"] += len(queries)
-            return [LookupResult("miss")] * len(queries)
+            return [LookupResult("away")] * len(queries)
         used: list[ChunkId] = []
         with self.holdings.manifest.reading() as view:
             left = ASKED_A_LOOKUP
@@ -117,6 +117,9 @@ class Finder:
             if not known and may_ask and self._ask(chunk):
                 return LookupResult("retry")
             self.counts["fronts_passed_over"] += not known
+            if not known or self.sightings.unsure(chunk):  # the bucket isn't asked now, or didn't say
+                partial = self._find_partial(view, query, used)
+                return partial if partial.outcome == "hit" else LookupResult("away")
         return self._find_partial(view, query, used)
 
     def _hidden(self, seen: Sighting) -> bool:

@@ -43,6 +43,7 @@ def sighting_of(header: ChunkHeader, block_bytes: int, length: int, modified: fl
 class _Row:
     found: Sighting | None
     until: float
+    sure: bool = True
 
 
 class Sightings:
@@ -78,6 +79,12 @@ class Sightings:
             self._rows.move_to_end(chunk)
             return True, row.found
 
+    def unsure(self, chunk: ChunkId) -> bool:
+        """Is what counts as missing not known to be?"""
+        with self._lock:
+            row = self._rows.get(chunk)
+            return row is not None and not row.sure
+
     def found(self, chunk: ChunkId, sighting: Sighting) -> None:
         """It is there. What is in a segment is known until that is found missing."""
         with self._lock:
@@ -85,10 +92,10 @@ class Sightings:
             self._put(chunk, _Row(sighting, until))
 
     def missing(self, chunk: ChunkId, seconds: float | None = None) -> None:
-        """It isn't, for so long as that is believed."""
+        """It isn't, for so long as that is believed. With `seconds` it isn't known, and counts as missing for those."""
         with self._lock:
             wait = self._missing_s if seconds is None else max(seconds, SHORTEST_S)
-            self._put(chunk, _Row(None, self._clock() + wait))
+            self._put(chunk, _Row(None, self._clock() + wait, sure=seconds is None))
 
     def forget(self, chunk: ChunkId) -> None:
         """Whether it is there isn't known any more."""

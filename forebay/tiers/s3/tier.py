@@ -140,7 +140,7 @@ class S3Tier(SecondaryTier):
             return self._finder.lookup(queries)
         except lmdb.Error as error:
             self._outbox.manifest_error(error)
-            return [LookupResult("miss")] * len(queries)
+            return [LookupResult("away")] * len(queries)
 
     def _submit_front(self, run: Callable[[], None], size: int) -> bool:
         return self._lookers.submit(Task(run, self._outbox.wake, size))

@@ -177,7 +177,7 @@ def query(number: int) -> Query:
     return Query(0, chunk(number).key, b"p" * 32, bytes(4 * 32))
 
 
-def test_lookups_wait_up_to_a_cap_and_what_is_beyond_it_is_a_miss(
+def test_lookups_wait_up_to_a_cap_and_beyond_it_nobody_knows(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(finder_module, "WAITING_MAX", 8)
@@ -185,7 +185,7 @@ def test_lookups_wait_up_to_a_cap_and_what_is_beyond_it_is_a_miss(
     found.lookup([query(0)])
     until(lambda: asked.calls)
     outcomes = [found.lookup([query(number)])[0].outcome for number in range(1, 11)]
-    assert outcomes == ["retry"] * 8 + ["miss"] * 2
+    assert outcomes == ["retry"] * 8 + ["away"] * 2
     assert found.counts["lookups_dropped"] == 2 and found.waiting == 9
     asked.go.set()
     until(lambda: found.waiting == 0)
@@ -211,6 +211,28 @@ def test_answers_are_kept_up_to_a_cap_and_for_a_moment(asked: Asked, monkeypatch
     until(lambda: found.waiting == 0)
     assert asked.known == {chunk(9): Place(100, "host")}, "where it was isn't asked for again"
     assert found.lookup(queries[9:])[0].outcome == "hit"
+    assert found.close(PATIENCE_S)
+
+
+def test_without_a_master_nothing_counts_as_missing(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked.go.set()
+    found = Finder(asked, Holdings(0), Suspects(), lambda: None)
+    monkeypatch.setattr(asked, "find", lambda chunks, known: {})
+    monkeypatch.setattr(asked, "unreachable", True)
+    found.lookup([query(1)])
+    until(lambda: found.waiting == 0)
+    assert [result.outcome for result in found.lookup([query(1)])] == ["away"]
+    assert found.close(PATIENCE_S)
+
+
+def test_a_host_that_hangs_may_have_its_chunk_all_the_same(asked: Asked) -> None:
+    asked.go.set()
+    asked.there[chunk(1)] = Place(100, "host")
+    suspects = Suspects()
+    found = Finder(asked, Holdings(0), suspects, lambda: None)
+    until(lambda: found.lookup([query(1)])[0].outcome == "hit")
+    suspects.suspect("host", 10.0)
+    assert found.lookup([query(1)])[0].outcome == "away"
     assert found.close(PATIENCE_S)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from forebay.tiers.base import ChunkId, LookupResult, Query
 from forebay.tiers.p2p import answers
-from forebay.tiers.p2p.answers import MISS, RETRY, Answers
+from forebay.tiers.p2p.answers import AWAY, MISS, RETRY, Answers
 from forebay.tiers.p2p.push import ranked
 
 PEERS = frozenset("ab")
@@ -39,7 +39,7 @@ def test_a_question_is_open_until_somebody_has_it_or_all_have_answered() -> None
     asked.heard("a", [query(1), query(2)], [hit(1), MISS])
     assert asked.look([query(1), query(2)], PEERS).results == [hit(1), RETRY]
     asked.silent("b", [query(2)])
-    assert asked.look([query(2)], PEERS).results == [MISS]
+    assert asked.look([query(2)], PEERS).results == [AWAY], "b may have it"
 
 
 def test_of_partial_hits_the_longest_is_taken_once_all_have_answered() -> None:
@@ -76,9 +76,24 @@ def test_a_hit_is_no_hit_once_its_last_place_is_gone() -> None:
     assert asked.look([query(1)], PEERS).unasked == [query(1)]
 
 
+def test_it_is_a_miss_when_all_that_there_are_have_said_so() -> None:
+    asked = known(Time())
+    asked.look([query(1), query(2)], PEERS)
+    for peer in "ab":
+        asked.heard(peer, [query(1)], [MISS])
+    asked.silent("a", [query(2)])
+    asked.heard("b", [query(2)], [hit(2)])
+    assert asked.look([query(1), query(2)], PEERS).results == [MISS, hit(2)]
+    asked.look([query(3)], PEERS, absent=True)
+    for peer in "ab":
+        asked.heard(peer, [query(3)], [MISS])
+    assert asked.look([query(3)], PEERS, absent=True).results == [AWAY]
+
+
 def test_without_peers_everything_is_a_miss_at_once() -> None:
     asked = known(Time())
     assert asked.look([query(1)], frozenset()).results == [MISS]
+    assert asked.look([query(1)], frozenset(), absent=True).results == [AWAY]
     assert asked.figures()["answers_open"] == 0
 
 
@@ -95,7 +110,7 @@ def test_open_questions_have_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "OPEN_MAX", 5)
     asked = known(Time())
     found = asked.look([query(number) for number in range(8)], PEERS)
-    assert found.results == [RETRY] * 5 + [MISS] * 3
+    assert found.results == [RETRY] * 5 + [AWAY] * 3
     assert asked.figures()["answers_open"] == 5
 
 

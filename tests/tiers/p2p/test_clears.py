@@ -53,7 +53,7 @@ def test_a_clear_reaches_a_peer_and_until_then_it_is_asked_for_nothing(
     asked = host.source.asked
     assert made.tier.clear_scope(EVERYTHING) is None
     for _ in range(3):
-        assert made.driver.lookup(CHUNK.query())[0].outcome == "miss"
+        assert made.driver.lookup(CHUNK.query())[0].outcome == "away"
         assert made.driver.load(CHUNK).result.reason == "missing"
     assert made.value("clears_waiting") == 1 and host.source.asked == asked
     host.source.gate.set()

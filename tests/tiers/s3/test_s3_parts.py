@@ -328,7 +328,11 @@ def test_what_was_seen_or_missed_is_believed_for_a_while() -> None:
     seen.found(ChunkId(0, KEY), sighting())
     seen.missing(ChunkId(1, KEY))
     assert seen.get(ChunkId(0, KEY)) == (True, sighting()) and seen.get(ChunkId(1, KEY)) == (True, None)
+    assert not seen.unsure(ChunkId(1, KEY))
+    seen.missing(ChunkId(2, KEY), 3.0)
+    assert seen.get(ChunkId(2, KEY)) == (True, None) and seen.unsure(ChunkId(2, KEY)), "nobody has said so"
     clock.now += 5
+    assert seen.get(ChunkId(2, KEY)) == (False, None)
     assert seen.get(ChunkId(1, KEY)) == (False, None)
     clock.now += 55
     assert seen.get(ChunkId(0, KEY)) == (False, None) and len(seen) == 0
