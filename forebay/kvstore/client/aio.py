@@ -31,6 +31,7 @@ from forebay.kvstore.protocol import (
     Explain,
     Explained,
     Extents,
+    Fetched,
     Foreseen,
     Found,
     GetExtents,
@@ -294,6 +295,10 @@ class AsyncStoreClient(PromiseCalls):
         try:
             self._send(REQUESTS.encode(message))
             return await answer
+        except asyncio.CancelledError:
+            if answer.done() and not answer.cancelled() and answer.exception() is None:
+                self._unwanted(answer.result()[0])
+            raise
         finally:
             self._waiting.pop(rid, None)
             if answer.done() and not answer.cancelled():
@@ -367,8 +372,12 @@ class AsyncStoreClient(PromiseCalls):
             return
         for descriptor in descriptors:
             os.close(descriptor)
-        if isinstance(reply, Found | Held | Aside) and reply.lease:
-            self.release([reply.lease])  # whoever asked has been cancelled: nobody else would let go
+        self._unwanted(reply)
+
+    def _unwanted(self, reply: Reply) -> None:
+        """Whoever asked has been cancelled: nobody else would let go of what the answer promises."""
+        if isinstance(reply, Found | Fetched | Held | Aside) and reply.lease:
+            self.release([reply.lease])
 
     def _lost(self, error: ForebayError) -> None:
         connection, self._socket = self._socket, None

@@ -39,27 +39,33 @@ class PoolMap:
 
     def payload(self, chunk: ChunkRead, length: int) -> memoryview:
         """The first `length` payload bytes of a pinned chunk."""
-        return self.views[chunk.extent][chunk.payload_offset : chunk.payload_offset + length]
+        return self._view(chunk.extent)[chunk.payload_offset : chunk.payload_offset + length]
 
     def checksums(self, chunk: ChunkRead) -> bytes:
         """One xxh3_64 (u64 LE) a granule of a pinned chunk, out of its header. Raises CorruptChunk."""
-        header = decode_header(self.views[chunk.extent][chunk.slot_offset : chunk.payload_offset])
+        header = decode_header(self._view(chunk.extent)[chunk.slot_offset : chunk.payload_offset])
         if (header.group, header.key, header.payload_length) != (chunk.group, chunk.key, chunk.length):
             raise CorruptChunk("the slot holds another chunk than the one that was promised")
         return header.checksums
 
     def room(self, slot: Slot, length: int) -> memoryview:
         """Where a reserved chunk's payload goes."""
-        return self.views[slot.extent][slot.payload_offset : slot.payload_offset + length]
+        return self._view(slot.extent)[slot.payload_offset : slot.payload_offset + length]
 
     def intact(self, chunk: ChunkRead) -> bool:
         """Is the slot still of the generation that was promised? Ask after the copy."""
-        return slot_generation(self.views[chunk.extent][chunk.slot_offset : chunk.slot_offset + 64]) == chunk.generation
+        return slot_generation(self._view(chunk.extent)[chunk.slot_offset : chunk.slot_offset + 64]) == chunk.generation
 
     def witness(self, chunk: ChunkRead) -> Callable[[], bool]:
         """`intact` as a question that can still be asked when this map has been closed: for who goes on reading."""
-        head = self.views[chunk.extent][chunk.slot_offset : chunk.slot_offset + 64]
+        head = self._view(chunk.extent)[chunk.slot_offset : chunk.slot_offset + 64]
         return lambda: slot_generation(head) == chunk.generation
+
+    def _view(self, extent: int) -> memoryview:
+        view = self.views.get(extent)
+        if view is None:
+            raise StoreUnavailable(f"extent {extent} isn't mapped (any more): its store has gone")
+        return view
 
     def close(self) -> None:
         """Drop the mappings. One that somebody still looks into stays until that view is gone."""

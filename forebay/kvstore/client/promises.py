@@ -130,7 +130,11 @@ class PromiseCalls(ABC):
         )  # fmt: skip
         fetched = await self._call(rid, message, Fetched)
         if any(chunk.extent not in self._session.pool.views for chunk in fetched.chunks):
-            await self.map_extents()
+            try:
+                await self.map_extents()
+            except BaseException:
+                self.release([fetched.lease])
+                raise
         return fetched
 
     async def pin(
