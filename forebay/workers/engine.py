@@ -119,6 +119,9 @@ class Engine:
         for rows in self._parts.memory.holdings.row_asks():
             assert self._parts.transfer is not None
             self._parts.transfer.ask_rows(rows)
+        for key, admission in self._parts.memory.holdings.rows_unwanted():
+            assert self._parts.transfer is not None
+            self._parts.transfer.drop_rows(key, admission)
         for request in plan.started:
             self._announce(request)
         for request in [request for request in self._cutting.values() if not request.cut]:

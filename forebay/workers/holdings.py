@@ -436,6 +436,10 @@ class Holdings:
         """Rows that tiers have and that are to be brought into host memory. Told once."""
         return []
 
+    def rows_unwanted(self) -> list[tuple[Hashable, int]]:
+        """Stays of requests, by their admission, that have ended while rows were on their way to them. Told once."""
+        return []
+
     def rows_came(self, came: RowsCame) -> list[Hashable]:
         """An answer to that. Requests that wait for what doesn't come."""
         return []

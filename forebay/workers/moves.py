@@ -114,11 +114,12 @@ class AskRows:
 
 @dataclass(frozen=True, slots=True)
 class RowsCame:
-    """Some of them are in host memory. `done`: nothing more comes."""
+    """Some of them are in host memory. Of the `lost` positions nobody has the chunk. `done`: nothing more comes."""
 
     ask: AskRows
     hosted: tuple[HostChunk, ...] = ()
     done: bool = False
+    lost: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from forebay.workers.cutting import Cutter
 from forebay.workers.hot.bringing import ATTEMPTS_MAX, HotPuller
 from forebay.workers.hot.fetching import Fetcher
 from forebay.workers.hot.promising import PATIENCE_S
+from forebay.workers.hot.rows import RowFetcher
 from forebay.workers.moves import DEVICE, HOST, Opened, Pull, Pulled, RowsCame
 from forebay.workers.prefix import GroupShape, missing_runs, open_unit
 from forebay.workers.rates import Rates
@@ -68,10 +69,10 @@ class Puller:
         self._counters = counters
         self._reading = Reading(client, copiers, counters)
         self.cutter = Cutter(client, self._reading, shapes, rates, counters, deliver, rules.deadline_ms)
-        self.fetcher = Fetcher(client, shapes, self._reading, counters, deliver)
+        self.rows = RowFetcher(client, shapes, counters, deliver)
         self._hot = HotPuller(
-            client, shapes, counters, rules.deadline_ms, self._lookup, self._survey, self._copy_found, self.fetcher,
-            self._release_soon, renewed,
+            client, shapes, counters, rules.deadline_ms, self._lookup, self._survey, self._copy_found,
+            Fetcher(client, shapes, self._reading), self._release_soon, renewed,
         )  # fmt: skip
 
     async def pull(self, namespace_id: bytes, pull: Pull) -> Pulled:

@@ -10,13 +10,13 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import uvloop
 from torch import Tensor
 
-from forebay.errors import ForebayError
+from forebay.errors import ForebayError, StoreUnavailable
 from forebay.kvstore.client import AsyncStoreClient
 from forebay.kvstore.identity import Namespace
 from forebay.workers.config import Prefixes
@@ -37,6 +37,9 @@ BACKOFF_S = (0.2, 2.0)
 
 WATCH_S = 0.25
 """How often an idle connection is looked at."""
+
+LOSS_S = 1.0
+"""So soon it is noticed, and told, that a connection has been lost."""
 
 RENEW_S = LEASE_MS / 4000
 JOIN_LEASES_MAX = 64
@@ -93,6 +96,8 @@ class Transfer:
         self._loop = uvloop.new_event_loop()
         self._wake = asyncio.Event()
         self._pulls: set[asyncio.Task[None]] = set()
+        self._rows: dict[tuple[Hashable, int], set[asyncio.Task[None]]] = {}
+        self._era = 0  # connections that have ended
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
 
     # --- from the engine's thread ------------------------------------------------------------------------
@@ -116,6 +121,7 @@ class Transfer:
             "cut.open": cutter.open,
             "cut.late_answers": len(cutter.abandoned),
             "hosted.leases": len(self._renewed),
+            "hosted.row_asks": sum(len(tasks) for tasks in list(self._rows.values())),
         }
 
     def start(self) -> None:
@@ -140,6 +146,10 @@ class Transfer:
     def ask_rows(self, ask: AskRows) -> None:
         """Answered by `RowsCame`, whatever happens, the last of which is `done`."""
         self._loop.call_soon_threadsafe(self._begin, ask)
+
+    def drop_rows(self, request: Hashable, admission: int) -> None:
+        """Nobody wants the rows any more that were asked for by this stay of a request."""
+        self._loop.call_soon_threadsafe(self._drop_rows, (request, admission))
 
     def release(self, leases: Sequence[int]) -> None:
         """Give leases back of chunks that were read in place."""
@@ -207,7 +217,10 @@ class Transfer:
                 log.exception("a push failed in a way it should not; connecting anew")
             finally:
                 # Copies run on this thread, so none is under way: the next connection may say so.
+                self._era += 1
                 renewing.cancel()
+                for stay in list(self._rows):
+                    self._drop_rows(stay)
                 self._renewed.clear()
                 await self._client.close()
                 self._change(False)
@@ -282,8 +295,19 @@ class Transfer:
                 task = self._loop.create_task(self._give_room(asked))
             case AskRows():
                 task = self._loop.create_task(self._bring_rows(asked))
+                self._rows.setdefault((asked.request, asked.admission), set()).add(task)
+                task.add_done_callback(lambda task: self._rows_ended((asked.request, asked.admission), task))
         self._pulls.add(task)
         task.add_done_callback(self._pulls.discard)
+
+    def _rows_ended(self, stay: tuple[Hashable, int], task: asyncio.Task[None]) -> None:
+        self._rows[stay].discard(task)
+        if not self._rows[stay]:
+            del self._rows[stay]
+
+    def _drop_rows(self, stay: tuple[Hashable, int]) -> None:
+        for task in self._rows.get(stay, ()):
+            task.cancel()
 
     async def _give_room(self, ask: AskRoom) -> None:
         lease = 0
@@ -300,9 +324,12 @@ class Transfer:
         began = self._trace.now()
         try:
             if self._connected:
-                await self._puller.fetcher.bring(self._namespace_id, ask)
+                await self._puller.rows.bring(self._namespace_id, ask)
         except (ForebayError, TimeoutError) as error:
             log.debug("rows weren't brought: %s", error)
+            if isinstance(error, StoreUnavailable):
+                # They aren't late. The engine is about to hear that the store has gone, which ends this.
+                await asyncio.sleep(LOSS_S)
         except Exception:
             log.exception("rows weren't brought, in a way it should not be; their request is computed anew")
         finally:
@@ -311,7 +338,7 @@ class Transfer:
 
     async def _pull(self, pull: Pull) -> None:
         nothing = Pulled(pull.request, 0, tuple({} for _ in pull.rooms), refused="now" if pull.hosted else "")
-        pulled, began = nothing, self._trace.now()
+        pulled, began, era = nothing, self._trace.now(), self._era
         try:
             if self._connected:
                 pulled = await self._puller.pull(self._namespace_id, pull)
@@ -320,6 +347,11 @@ class Transfer:
         except Exception:
             log.exception("a pull failed in a way it should not; its request computes")
         finally:
+            leases = ({chunk.lease for chunk in pulled.hosted} | {pulled.aside}) - {0}
+            if leases and era != self._era:
+                # The engine has heard that the store went: some of it has ended since, or all of it.
+                self._let_go(tuple(leases))
+                pulled = nothing
             self._trace.moved("pull", began, request=str(pull.request), hit=pulled.hit)
             self._tell(pulled)
 

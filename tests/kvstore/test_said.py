@@ -8,7 +8,7 @@ from forebay.kvstore.cascade import Load
 from forebay.kvstore.lookup import Match, match
 from forebay.kvstore.said import NO_HIT, Said
 from forebay.tiers.base import LookupResult
-from tests.kvstore.support import CHUNK, bare_entry, SmallStore
+from tests.kvstore.support import CHUNK, SmallStore, bare_entry
 
 PLACES = [(0, 0), (0, 1)]
 KEY = b"k" * 32

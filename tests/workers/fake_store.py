@@ -230,13 +230,13 @@ class FakeStoreClient:
         wanted: Sequence[tuple[int, int]], deadline_ms: int, tenant: str = "", tokens_from: int = 0, aside: int = 0,
     ) -> Fetched:  # fmt: skip
         self._check()
-        chunks = await self.store.tier.fetch(root, tokens, tokens_from, keys, wanted, deadline_ms)
+        chunks, gone = await self.store.tier.fetch(root, tokens, tokens_from, keys, wanted, deadline_ms)
         self._check()
         self.store.leases += 1
         if aside in self.store.asides:
             brought = sum(chunk.group == 0 and bool(chunk.promoted) for chunk in chunks)
             self.store.asides[aside].lend(self.store.leases, brought)
-        return Fetched(rid=0, boot=self.boot, lease=self.store.leases, chunks=chunks)
+        return Fetched(rid=0, boot=self.boot, lease=self.store.leases, chunks=chunks, gone=gone)
 
     async def set_aside(
         self, namespace_id: bytes, tenant: str, group: int, chunks: int, *, extra: int = 0, lease_ms: int = 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from forebay.kvstore.identity import Chain, Namespace, pack_tokens, root_key
 from forebay.kvstore.protocol import NewChunk
 from forebay.workers import pushing
 from forebay.workers.counters import Counters
-from forebay.workers.moves import Pull, Pulled, Push, Pushed, StoreChanged
+from forebay.workers.moves import GroupRoom, Pull, Pulled, Push, Pushed, StoreChanged
 from forebay.workers.prefix import GroupShape
 from forebay.workers.pushing import PushQueue
 from forebay.workers.ranks.errors import RankLost
@@ -197,3 +198,36 @@ def test_a_rank_that_is_lost_in_a_load_is_a_line_in_the_log_and_the_load_is_answ
         wait_until("the answer", lambda: ear.pulled)
     assert [(pulled.request, pulled.hit) for pulled in ear.pulled] == [("r", 0)]
     assert "a pull failed: rank 1 is gone" in caplog.text and "Traceback" not in caplog.text
+
+
+def test_a_pull_that_outlived_its_connection_brings_nothing_that_was_pinned_over_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It waited for room while the connection was lost, and there was another one before it looked again."""
+    monkeypatch.setattr("forebay.workers.transfer.WATCH_S", 0.005)
+    monkeypatch.setattr("forebay.workers.hot.promising.LOOK_S", 0.7)
+    monkeypatch.setattr("forebay.workers.hot.bringing.PATIENCE_S", 1.5)
+    store = FakeStore()
+    with transfer(store) as (t, ear):
+        wait_until("connected", lambda: t.connected)
+        for push in (stored := pushes(2)):
+            t.push(push)
+        wait_until("stored", lambda: len(ear.pushed) == 2)
+        store.room = 0
+        tokens = list(range(CHUNK * 2))
+        chain = Chain(root_key(NAMESPACE.id), tokens, chunk_tokens=CHUNK)
+        room = GroupRoom((), (8,))
+        t.pull(
+            Pull("r", root_key(NAMESPACE.id), pack_tokens(tokens), chain.chunk_keys(len(chain.keys)), len(tokens), 0,
+                 (room,), hosted=frozenset({0}), chunks=4)
+        )  # fmt: skip
+        wait_until("it waits for room", lambda: store.lookups == 1 and store.leases == 1)
+        time.sleep(0.1)
+        store.lose_connections()
+        store.up, store.room = True, 100
+        wait_until("there is another one", lambda: ear.connected == [True, False, True])
+        wait_until("answered", lambda: ear.pulled)
+        assert ear.pulled[0].hit == ear.pulled[0].aside == 0 and not ear.pulled[0].hosted
+        assert ear.pulled[0].refused == "now", "it is to ask again"
+        wait_until("let go of", lambda: store.leases == store.released and not store.asides)
+        assert len(stored) == 2 and t.gauges()["hosted.leases"] == 0

@@ -1,46 +1,27 @@
-"""Chunks that only tiers have, of a request that has begun or is about to: its index keys, and rows that it has chosen.
+"""Index keys of a prefix that only tiers have, of a request that is about to begin with it.
 
-Index keys are a group of their own, so they come without the rows: through ordinary room of the pool, a few chunks at a
-time, onto the device. Rows stay in their tiers until they are asked for; then a chunk of them is promoted, into the
-room that was set aside for it, verified, and pinned for as long as the request reads it.
+They are a group of their own, so they come without the rows: through ordinary room of the pool, a few chunks at a time,
+onto the device. Rows stay in their tiers until they are asked for (`rows.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from forebay.errors import StoreError
 from forebay.kvstore.client import AsyncStoreClient
 from forebay.kvstore.identity import MATCH_UNIT
 from forebay.kvstore.protocol import ChunkRead, Fetched
-from forebay.workers.counters import Counters
-from forebay.workers.hot.keeping import host_chunk, verified
-from forebay.workers.hot.mirror import HostChunk
-from forebay.workers.moves import HOST, AskRows, Pull, Pulled, RowsCame
+from forebay.workers.moves import Pull, Pulled
 from forebay.workers.prefix import GroupShape, missing_runs, open_unit
 from forebay.workers.reading import Copy, Reading
 
 INDEX_CHUNKS = 32
 """So many chunks of index keys of each group are in host memory at a time on their way to the device."""
 
-ROW_CHUNKS = 64
-"""So many chunks of rows are asked for with one message."""
-
-APART = 16
-"""The same where each has a lease of its own."""
-
-ATTEMPTS_MAX, PAUSE_S = 5, 0.05
-"""So often in a row nothing comes, with such pauses and longer ones, before what is asked for counts as lost, even if
-its deadline is later: of a damaged chunk there may be another copy, a tier that has lost one won't find it. Where it
-may be room that is lacking, only the deadline counts."""
-
 GRACE_S = 1.0
 """How much longer than its deadline an answer may take before its store counts as hung."""
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +35,11 @@ class Indexed:
 
 
 class Fetcher:
-    """Serves from one loop. `deliver` tells the engine of rows that have come."""
+    """Serves from one loop."""
 
-    def __init__(
-        self,
-        client: AsyncStoreClient,
-        shapes: Sequence[GroupShape],
-        reading: Reading,
-        counters: Counters,
-        deliver: Callable[[RowsCame], None],
-    ) -> None:
+    def __init__(self, client: AsyncStoreClient, shapes: Sequence[GroupShape], reading: Reading) -> None:
         self._client, self._shapes, self._reading = client, tuple(shapes), reading
-        self._counters, self._deliver = counters, deliver
         self._size = self._shapes[0].chunk_tokens
-
-    # --- index keys ------------------------------------------------------------------------------------
 
     async def index(self, namespace_id: bytes, pull: Pull, front: Pulled, reach: int, deadline_ms: int) -> Indexed:
         """Load the groups that aren't read in place from where the `front` ends, as far as they come, but not beyond
@@ -108,7 +79,7 @@ class Fetcher:
         ]
         if not wanted:
             return stop
-        fetched = await self._fetch(namespace_id, pull, reach, wanted, deadline_ms / 1000)
+        fetched = await fetch_places(self._client, namespace_id, pull, reach, self._size, wanted, deadline_ms / 1000)
         there = {(chunk.group, chunk.start // self._size): chunk for chunk in fetched.chunks}
         try:
             for position in positions:
@@ -142,80 +113,21 @@ class Fetcher:
         copies = [Copy(chunk, run.start - first, run, tuple(blocks[unit] for unit in run)) for run in runs]
         return not await self._reading.copy(copies)
 
-    # --- rows ------------------------------------------------------------------------------------------
 
-    async def bring(self, namespace_id: bytes, ask: AskRows) -> None:
-        """Tell of rows as they come; returns when all have, or nothing more will. Raises StoreError and TimeoutError:
-        nothing more will, either."""
-        loop = asyncio.get_running_loop()
-        end, left, fruitless = loop.time() + ask.deadline_s, list(ask.positions), 0
-        while left and (ask.apart or fruitless < ATTEMPTS_MAX) and loop.time() < end:
-            came = await self._rows(namespace_id, ask, left, end - loop.time())
-            left = [position for position in left if position not in came]
-            fruitless = 0 if came else fruitless + 1
-            if came:
-                self._deliver(RowsCame(ask, tuple(came.values())))
-            else:
-                await asyncio.sleep(min(PAUSE_S * min(fruitless, ATTEMPTS_MAX), max(0.0, end - loop.time())))
-
-    async def _rows(
-        self, namespace_id: bytes, ask: AskRows, positions: Sequence[int], seconds: float
-    ) -> dict[int, HostChunk]:
-        """Some of the first of them, by position."""
-        if not ask.apart:
-            return await self._rows_together(namespace_id, ask, positions[:ROW_CHUNKS], seconds)
-        each = [self._rows_together(namespace_id, ask, [position], seconds) for position in positions[:APART]]
-        came: dict[int, HostChunk] = {}
-        for answer in await asyncio.gather(*each, return_exceptions=True):
-            if isinstance(answer, BaseException):
-                if not isinstance(answer, StoreError | TimeoutError):
-                    raise answer
-                log.debug("rows didn't come: %s", answer)
-            else:
-                came |= answer
-        return came
-
-    async def _rows_together(
-        self, namespace_id: bytes, ask: AskRows, positions: Sequence[int], seconds: float
-    ) -> dict[int, HostChunk]:
-        """The same under one lease."""
-        (group,) = ask.pull.hosted
-        wanted = [(group, position) for position in positions]
-        fetched = await self._fetch(namespace_id, ask.pull, ask.hit, wanted, seconds, ask.aside)
-        good: list[ChunkRead] = []
-        try:
-            for chunk in fetched.chunks:
-                if await self._usable(chunk, ask.hit):
-                    good.append(chunk)
-        finally:
-            if fetched.lease and not good:
-                self._client.release([fetched.lease])
-        return {
-            chunk.start // self._size: host_chunk(self._client, chunk, fetched.lease, len(good), ask.hit)
-            for chunk in good
-        }
-
-    async def _usable(self, chunk: ChunkRead, hit: int) -> bool:
-        """Is it long enough, and its bytes what its header says?"""
-        if chunk.start + chunk.tokens < min(hit, chunk.start + self._size):
-            return False
-        if not await verified(self._client, chunk, self._shapes[chunk.group].geometry.granule_bytes):
-            self._counters.add("loads.corrupt")
-            return False
-        self._counters.add(f"hosted.{chunk.promoted or HOST}.chunks")
-        return True
-
-    async def _fetch(
-        self, namespace_id: bytes, pull: Pull, limit: int, wanted: Sequence[tuple[int, int]], seconds: float,
-        aside: int = 0,
-    ) -> Fetched:  # fmt: skip
-        begin = min(position for _, position in wanted) * self._size
-        async with asyncio.timeout(seconds + GRACE_S):
-            fetched = await self._client.fetch(
-                namespace_id, pull.root, pull.tokens[4 * begin :], pull.keys, limit=limit, wanted=wanted,
-                deadline_ms=max(1, int(seconds * 1000)), tenant=pull.tenant, tokens_from=begin, aside=aside,
-            )  # fmt: skip
-        if pull.retain_s > 0 and fetched.chunks:
-            chunks = [(chunk.group, chunk.key) for chunk in fetched.chunks]
-            self._client.touch_soon(chunks, tenant=pull.tenant, retain_s=pull.retain_s)
-        return fetched
+async def fetch_places(
+    client: AsyncStoreClient, namespace_id: bytes, pull: Pull, limit: int, size: int, wanted: Sequence[tuple[int, int]],
+    seconds: float | None, aside: int = 0,
+) -> Fetched:  # fmt: skip
+    """What is there of a prompt's places, which are of `size` tokens: tiers have so many `seconds`, None if they aren't
+    to be asked. Raises StoreError and TimeoutError."""
+    begin = min(position for _, position in wanted) * size
+    deadline_ms = 0 if seconds is None else max(1, int(seconds * 1000))
+    async with asyncio.timeout((seconds or 0.0) + GRACE_S):
+        fetched = await client.fetch(
+            namespace_id, pull.root, pull.tokens[4 * begin :], pull.keys, limit=limit, wanted=wanted,
+            deadline_ms=deadline_ms, tenant=pull.tenant, tokens_from=begin, aside=aside,
+        )  # fmt: skip
+    if pull.retain_s > 0 and fetched.chunks:
+        chunks = [(chunk.group, chunk.key) for chunk in fetched.chunks]
+        client.touch_soon(chunks, tenant=pull.tenant, retain_s=pull.retain_s)
+    return fetched

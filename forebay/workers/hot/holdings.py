@@ -58,6 +58,7 @@ class HotHoldings(Holdings):
         self._sparse, self._clock = settings.group, clock
         self._asks: list[AskRoom] = []
         self._row_asks: list[AskRows] = []
+        self._unwanted: list[tuple[Hashable, int]] = []
         self._pulls: dict[Hashable, Pull] = {}
         self.recent = Recent()
         geometry = shapes[settings.group].geometry
@@ -218,6 +219,11 @@ class HotHoldings(Holdings):
                 )
             )  # fmt: skip
 
+    def rows_unwanted(self) -> list[tuple[Hashable, int]]:
+        """See `Holdings.rows_unwanted`."""
+        unwanted, self._unwanted = self._unwanted, []
+        return unwanted
+
     def rows_came(self, came: RowsCame) -> list[Hashable]:
         """See `Holdings.rows_came`."""
         ask, size = came.ask, self.book.settings.chunk_tokens
@@ -231,7 +237,8 @@ class HotHoldings(Holdings):
             if self.book.brought(ask.request, chunk.start // size):
                 book.cold.came(chunk.start // size)
                 self.book.counters.add("hot.chunks_brought")
-        late = book.cold.ended(ask.positions, ask.number) if came.done else []
+        late = book.cold.ended(ask.positions if came.done else came.lost, ask.number)
+        self.book.counters.add("hot.chunks_lost", len(came.lost))
         if not late:
             return []
         # It is computed anew from there on; should that happen again, nothing of it stays cold.
@@ -304,6 +311,8 @@ class HotHoldings(Holdings):
         closed = self.book.close(request.key)
         if closed.named:
             self.recent.note(holding.chain.chunk_keys(len(holding.chain.keys)), closed.named)
+        if closed.cold is not None and closed.cold.asked:
+            self._unwanted.append((request.key, closed.admission))
         table = holding.tables[self._sparse][holding.trimmed[self._sparse] :]
         holding.tables[self._sparse] = [block for block in table if block >= 0]
         holding.trimmed[self._sparse] = 0

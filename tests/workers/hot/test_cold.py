@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from forebay.workers.generation import RequestKey
@@ -70,8 +72,54 @@ def test_what_a_tier_has_lost_is_computed_from_there_on(glm: Sparse) -> None:
     store.tier.gone = gone
     with glm.worker(store, **TIGHT) as worker:
         assert ask(worker, prompt, 4).tokens == glm.expected(prompt, 4)
-        assert worker.stat("hot.chunks_late") > 0 and worker.stat("hot.put_off") == 1
-        assert worker.stat("hot.given_up") == 0
+        assert worker.stat("hot.chunks_late") == worker.stat("hot.chunks_lost") == 1
+        assert worker.stat("hot.put_off") == 1 and worker.stat("hot.given_up") == 0
+    assert store.leases == store.released
+
+
+def rows(stored: Stored) -> bool:
+    return stored.chunk.group == 0
+
+
+@pytest.mark.parametrize("most_room", [1 << 20, 10])
+def test_what_there_is_no_room_for_is_asked_for_until_there_is(glm: Sparse, most_room: int) -> None:
+    """With a lease for all that comes together, and with one for each chunk."""
+    prompt, store = cold_prefix(glm, 72)
+    store.tier.full, store.most_room = rows, most_room
+    with glm.worker(store, **TIGHT) as worker:
+        key = worker.submit(prompt, 4)
+        wait_until("it waits", lambda: worker.stat("hot.parked") == 1, 60)
+        time.sleep(1.5)
+        assert worker.stat("hot.parked") == 1 and worker.stat("hot.chunks_late") == 0
+        each = 1 if most_room > 10 else worker.stat("hot.chunks_waited_for")
+        assert each <= store.tier.refused <= 8 * each, "with pauses that grow"
+        store.tier.full = lambda stored: False
+        assert worker.wait(key, 60).tokens == glm.expected(prompt, 4)
+        assert worker.stat("hot.put_off") == worker.stat("hot.chunks_lost") == 0
+    assert store.leases == store.released
+
+
+@pytest.mark.parametrize("most_room", [1 << 20, 10])
+def test_one_chunk_that_hangs_holds_up_none_of_the_others(glm: Sparse, most_room: int) -> None:
+    prompt, store = cold_prefix(glm, 74)
+    hung: list[int] = []
+
+    def hangs(stored: Stored) -> bool:
+        if rows(stored) and not hung:
+            hung.append(stored.chunk.start)
+        return rows(stored) and hung == [stored.chunk.start]
+
+    store.tier.hangs, store.most_room = hangs, most_room
+    with glm.worker(store, **TIGHT) as worker:
+        key = worker.submit(prompt, 4)
+        wait_until("it waits", lambda: worker.stat("hot.parked") == 1, 60)
+        waited = worker.stat("hot.chunks_waited_for")
+        wait_until("the others are there", lambda: worker.stat("hot.chunks_brought") == waited - 1, 10)
+        assert waited > 4 and worker.stat("hot.parked") == 1 and len(rows_brought(store)) == waited - 1
+        hung.append(-1)
+        assert worker.wait(key, 60).tokens == glm.expected(prompt, 4)
+        assert worker.stat("hot.put_off") == 0
+        assert worker.stat("hosted.slow.chunks") == worker.stat("hot.chunks_brought")
     assert store.leases == store.released
 
 
@@ -108,6 +156,20 @@ def test_one_that_is_cancelled_while_it_waits_leaves_nothing_behind(glm: Sparse)
     assert not store.asides
 
 
+@pytest.mark.parametrize("most_room", [1 << 20, 10])
+def test_nobody_asks_on_for_one_that_is_cancelled(glm: Sparse, most_room: int) -> None:
+    """Its tier still hangs."""
+    prompt, store = cold_prefix(glm, 75)
+    store.most_room = most_room
+    with glm.worker(store, **TIGHT) as worker:
+        key = submit_to_wait(worker, store, prompt)
+        wait_until("it asks", lambda: worker.stat("hosted.row_asks") == 1, 10)
+        worker.cancel(key)
+        wait_until("what it asked for is over", lambda: worker.stat("hosted.row_asks") == 0, 5)
+        assert worker.answers[key].finished and store.leases == store.released and store.tier.allowed == 0
+    assert not store.asides
+
+
 def test_a_store_that_goes_away_while_one_waits_costs_no_token(glm: Sparse) -> None:
     prompt, store = cold_prefix(glm, 67)
     with glm.worker(store, **TIGHT) as worker:
@@ -117,6 +179,7 @@ def test_a_store_that_goes_away_while_one_waits_costs_no_token(glm: Sparse) -> N
         store.tier.allowed = None
         store.up = True
         assert worker.wait(key, 60).tokens == glm.expected(prompt, 4)
+        assert worker.stat("hot.chunks_late") == 0, "its rows weren't"
 
 
 def test_a_chunk_that_is_damaged_on_its_way_is_brought_again(glm: Sparse) -> None:

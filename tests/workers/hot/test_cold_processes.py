@@ -191,4 +191,5 @@ def test_a_damaged_file_costs_no_token(cluster: Cluster, glm: Sparse) -> None:
     front = start_squeezed(cluster, *PATIENT)
     assert cluster.complete(front, prompt, COUNT).token_ids == glm.expected(prompt, COUNT)
     assert cluster.figure(front, "hot.chunks_late") > 0
+    assert cluster.figure(front, "hot.chunks_lost") > 0, "nobody waited for the deadline"
     assert cluster.store_values()["tier.fs.load_failed"] > 0
