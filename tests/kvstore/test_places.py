@@ -162,14 +162,17 @@ def test_it_says_what_nobody_has(store: TierStore) -> None:
         assert fetch(client, [(FULL, 0), (FULL, 1)], deadline_ms=0).gone == [], "nobody was asked"
 
 
-@pytest.mark.parametrize("tier", ["Never", "Raising"])
-def test_nothing_is_gone_as_long_as_a_tier_does_not_say_so(filled: TierStore, tier: str) -> None:
+@pytest.mark.parametrize(("tier", "reason"), [("Never", "slow"), ("Raising", "away")])
+def test_nothing_is_gone_as_long_as_a_tier_does_not_say_so(filled: TierStore, tier: str, reason: str) -> None:
     """One that never knows, and one that isn't well."""
     filled.start(fs(filled.config.parent, "disk") + f'[tiers.odd]\nkind = "{ODD}{tier}"\n')
     try:
         with connected(filled) as client:
             fetched = fetch(client, [(FULL, 0), (FULL, 2)], ELSEWHERE)
             assert (places(fetched.chunks), fetched.gone) == ([(FULL, 0)], [])
+            prompt = prompt_of(SPEC, ELSEWHERE)
+            explained = client.explain(SPEC.id, prompt.root, prompt.tokens)
+            assert {reach.reason for reach in explained.reaches if reach.tier == "odd"} == {reason}
     finally:
         filled.forget()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 from contextlib import suppress
@@ -41,8 +42,16 @@ class LeadClient(AsyncStoreClient):
         return known
 
     async def map_extents(self) -> None:
-        """As the base's, and the same for every rank: what this one may name the others can find."""
-        await super().map_extents()
+        """As the base's, and the same for every rank: what this one may name the others can find, also if whoever has
+        asked for it has gone meanwhile. This one won't ask for these extents again."""
+        try:
+            await super().map_extents()
+        except asyncio.CancelledError:
+            self._have_others_see()
+            raise
+        self._have_others_see()
+
+    def _have_others_see(self) -> None:
         if self._attached:
             self.agreed(self._crew.order(See()))
 
