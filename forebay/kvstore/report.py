@@ -37,6 +37,7 @@ def gauges(core: StoreCore, cascade: Cascade) -> dict[str, float]:
         "host.promoting_bytes": core.promoting_bytes,
         "host.aside_bytes": core.aside.bytes,
         "host.aside_bytes_budget": core.aside.budget,
+        "host.aside_lent_chunks": len(core.aside.lent),
         "host.quarantined_slots": core.quarantined_slots,
         "host.quarantined_bytes": core.quarantined_bytes,
         "host.kept": len(core.place.kept),

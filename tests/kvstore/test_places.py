@@ -197,10 +197,13 @@ def test_what_is_brought_takes_the_room_that_was_set_aside_for_it(store: TierSto
         room = client.stats().values["host.aside_bytes"]
         fetched = fetch(client, [(FULL, 0), (FULL, 1), (WINDOW, 3)], aside=aside.lease)
         assert places(fetched.chunks) == [(FULL, 0), (FULL, 1), (WINDOW, 3)]
-        assert client.stats().values["host.aside_bytes"] == room / 3, "the other group has ordinary room"
+        values = client.stats().values
+        assert values["host.aside_bytes"] == room / 3, "the other group has ordinary room"
+        assert values["host.aside_lent_chunks"] == 2
         client.release([aside.lease])
         values = client.stats().values
         assert values["host.aside_bytes"] == 0 and values["host.evictable"] == 0, "who asked for them reads them"
+        assert values["host.aside_lent_chunks"] == 0
         client.release([fetched.lease])
     store.until(lambda v: v["host.evictable"] == 3)
 
