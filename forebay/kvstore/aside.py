@@ -60,13 +60,14 @@ class Aside:
 
 class Asides:
     """All room of a store that is set aside. `slots` are those that nobody writes yet, `bytes` their size; `moves`
-    grows with each that comes or goes. `lent` says of what tiers brought whose room it is in."""
+    grows with each that comes or goes. `lent` says of what tiers brought whose room it is in, `lent_bytes` are those of
+    its slots: the budget is for them as well, since they may come back at any time."""
 
     def __init__(self, core: StoreCore) -> None:
         self._core = core
         self.slots: dict[SlotRef, int] = {}
         self.lent: dict[Entry, Hold] = {}
-        self.bytes = 0
+        self.bytes = self.lent_bytes = 0
         self.moves = 0
 
     @property
@@ -85,7 +86,7 @@ class Asides:
         """May so many be tried for now? Not every yes is kept; but what can't be had isn't evicted for."""
         place, wanted = self._core.place, count * slot_bytes
         evictable = sum(account.evictable for account in place.accounts)
-        return self.bytes + wanted <= self.budget and wanted <= place.slots.free_bytes + evictable
+        return self.bytes + self.lent_bytes + wanted <= self.budget and wanted <= place.slots.free_bytes + evictable
 
     def open(
         self, client: Client, namespace: bytes, tenant: str, group: int, slot_bytes: int, lease_s: float,
@@ -103,7 +104,8 @@ class Asides:
         aside = hold.aside
         assert aside is not None
         for _ in range(count):
-            slot = self._core.place.set_aside(aside.slot_bytes, aside.tenant) if hold.lives else None
+            may = hold.lives and self.bytes + self.lent_bytes + aside.slot_bytes <= self.budget
+            slot = self._core.place.set_aside(aside.slot_bytes, aside.tenant) if may else None
             if slot is None:
                 return False
             aside.slots.append(slot)
@@ -140,9 +142,10 @@ class Asides:
     def for_tier(self, hold: Hold | None, slot_bytes: int) -> SlotRef | None:
         """A slot for a tier to fill, of those that are for that; None if there is none."""
         aside = None if hold is None else hold.aside
-        if aside is not None and len(aside.lent) < aside.for_tiers:
-            return self._unused(hold, slot_bytes)
-        return self._take_back(hold, slot_bytes)
+        if aside is None or len(aside.lent) >= aside.for_tiers:
+            return self._take_back(hold, slot_bytes)
+        # What came to nothing has used slots up: then there may be fewer than were to be for tiers.
+        return self.spend(hold, slot_bytes)
 
     def last_for_tier(self, hold: Hold | None, slot_bytes: int) -> SlotRef | None:
         """The same where there is no ordinary room either: one that was to be for what will be stored."""
@@ -154,6 +157,7 @@ class Asides:
         self._core.pin(entry)
         hold.aside.lent[entry] = None
         self.lent[entry] = hold
+        self.lent_bytes += entry.slot_bytes
 
     def lost(self, entry: Entry) -> Hold | None:
         """A chunk that tiers brought, or were to bring, is going: whose room its slot was of, if anybody's. That pins
@@ -162,12 +166,13 @@ class Asides:
         if hold is not None:
             assert hold.aside is not None
             del hold.aside.lent[entry]
+            self.lent_bytes -= entry.slot_bytes
         return hold
 
     def regain(self, hold: Hold) -> None:
         """Have a slot again for one that went with what was in it."""
         assert hold.aside is not None
-        if hold.lives and (self.bytes + hold.aside.slot_bytes > self.budget or not self.add(hold, 1)):
+        if hold.lives and not self.add(hold, 1):
             self._core.counters.add("store.aside_lost")
 
     def _take_back(self, hold: Hold | None, slot_bytes: int) -> SlotRef | None:
@@ -179,10 +184,9 @@ class Asides:
         idle = self._idle(aside)
         if idle is None:
             return None
-        del aside.lent[idle], self.lent[idle]
+        self.lost(idle)
         self._core.unpin(idle)
-        self._core.place.evict_own(idle)
-        return self._core.place.take(slot_bytes, aside.tenant)
+        return self._core.place.evict_own(idle)
 
     def _idle(self, aside: Aside) -> Entry | None:
         kept: Entry | None = None
@@ -218,7 +222,7 @@ class Asides:
         if not self.keep(hold, entry):
             return False
         if entry in aside.lent:  # a slot of the room is used up already
-            del aside.lent[entry], self.lent[entry]
+            self.lost(entry)
             self._core.unpin(entry)
         elif new and aside.slots and entry.slot_bytes == aside.slot_bytes:
             self._free(aside.slots.pop())
@@ -230,8 +234,8 @@ class Asides:
             self._free(aside.slots.pop())
             yield REMOVAL
         while aside.lent:
-            entry, _ = aside.lent.popitem()
-            del self.lent[entry]
+            entry = next(reversed(aside.lent))
+            self.lost(entry)
             self._core.unpin(entry)
             yield 1
 

@@ -171,10 +171,15 @@ class Placement:
         own = (e.last_used for e in self.slots.extents.values() if e.slot_bytes == victim.slot_bytes)
         return min(victim.stamp, *own)
 
-    def evict_own(self, entry: Entry) -> None:
-        """`entry`, which nobody pins, makes room for another chunk of its tenant's. What needs it stays: it is read by
-        its place."""
+    def evict_own(self, entry: Entry) -> SlotRef:
+        """`entry`, which nobody pins, makes room for another chunk of the same size. What needs it stays: it is read
+        by its place. No quota counts here: that room was promised."""
         self._evict(entry, self._account(entry))
+        slot = self._free(entry.slot_bytes)
+        assert slot is not None, "one is free now"
+        self.accounts.stored += entry.slot_bytes
+        self.may_have_room()
+        return slot
 
     def _evict(self, entry: Entry, requester: Account, reason: str = "evicted") -> None:
         account = self._account(entry)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from forebay.kvstore.client import StoreClient
 from forebay.kvstore.core import Client
 from forebay.kvstore.entry import Entry, SlotRef
@@ -236,6 +238,65 @@ def test_room_that_went_and_can_not_be_had_again_is_counted() -> None:
     assert entry is not None
     store.core.damaged(entry)  # it is still being read, and all else as well
     assert store.core.counters.values["store.aside_lost"] == 1 and store.core.aside.bytes == 0
+
+
+def test_room_that_is_lent_is_still_promised_and_nobody_else_gets_it() -> None:
+    store = SmallStore(extents=4, limits=Limits(aside_share=0.5))
+    hold, room, size = set_aside(store, 3, for_tiers=3), store.core.aside, slot_bytes(store)
+    under_way = [Tier(store, hold, seed).begin() for seed in range(3)]
+    assert None not in under_way and room.bytes == 0
+    while room.now(size, 1):
+        set_aside(store, 1)
+    for entry in under_way:
+        assert entry is not None
+        store.core.promotion_failed(entry)
+    assert len(hold.aside.slots) == 3 and room.bytes <= room.budget  # type: ignore[union-attr]
+    assert "store.aside_lost" not in store.core.counters.values
+
+
+def test_two_that_ask_at_a_time_get_no_more_than_there_may_be() -> None:
+    store = SmallStore(extents=4, limits=Limits(aside_share=0.5))
+    room, size = store.core.aside, slot_bytes(store)
+    most = max(count for count in range(1, 200) if room.ever("", size, count))
+    holds = [room.open(store.client, store.namespace_id, "", GROUP, size, 0) for _ in range(2)]
+    assert room.now(size, most)
+    added = [room.add(hold, 1) for _ in range(most) for hold in holds if hold is not None]
+    assert most <= added.count(True) < 2 * most and room.budget - size < room.bytes <= room.budget
+
+
+def test_slots_that_were_used_up_leave_tiers_what_they_have_brought() -> None:
+    store = SmallStore(extents=3)
+    hold = set_aside(store, 4, for_tiers=3)
+    tier = Tier(store, hold)
+    brought = [tier.bring(), tier.bring()]
+    for chunk in whole(store, 2, 2):  # it is never written
+        slot = store.core.reserve(store.client, store.namespace_id, "", chunk, aside=hold.lease)
+        store.core.abort(store.client, slot.reservation)
+    flood(store)
+    assert tier.bring() is None, "all of it is read"
+    for entry in brought:
+        assert entry is not None
+        store.core.unpin(entry)
+    assert tier.bring() is not None and tier.bring() is not None
+
+
+def test_what_turns_out_to_be_another_tenant_s_makes_room_all_the_same() -> None:
+    """Whoever asked has reached its quota since."""
+    store = SmallStore(extents=3)
+    core, size = store.core, slot_bytes(store)
+    core.place.accounts.of("poor").rule = TenantRule(quota=2 * size)
+    hold = core.aside.open(store.client, store.namespace_id, "poor", GROUP, size, 0, 2)
+    assert hold is not None and core.aside.add(hold, 2)
+    for chunk in whole(store, 1, 2):
+        entry = core.reserve_promotion(store.namespace_id, chunk, b"t" * 16, "poor", hold)
+        assert entry is not None
+        core.promoted(entry, msgspec.structs.replace(entry.header(), tenant="rich"), "fs")
+        core.unpin(entry)
+    for chunk in whole(store, 2, 2):
+        slot = core.reserve(store.client, store.namespace_id, "poor", chunk)
+        core.pin(store.write_and_commit(store.client, slot, chunk))
+    mine = [core.reserve(store.client, store.namespace_id, "poor", c, aside=hold.lease) for c in whole(store, 3, 2)]
+    assert [slot.status for slot in mine] == ["reserved"] * 2 and not hold.aside.lent  # type: ignore[union-attr]
 
 
 def test_what_a_tier_brought_is_like_any_other_chunk_when_the_room_ends() -> None:

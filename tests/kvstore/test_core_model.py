@@ -511,7 +511,9 @@ class CoreMachine(RuleBasedStateMachine):
         quarantined = [slot for owner in core.quarantine for slot in core.quarantine.slots_of(owner)]
         assert core.quarantined_bytes == sum(sizes[slot.extent].slot_bytes for slot in quarantined)
         by_state = {state: [e for e in core.table if e.state is state] for state in SlotState}
-        assert core.aside.bytes == sum(sizes[slot.extent].slot_bytes for slot in core.aside.slots) <= core.aside.budget
+        assert core.aside.bytes == sum(sizes[slot.extent].slot_bytes for slot in core.aside.slots)
+        assert core.aside.lent_bytes == sum(entry.slot_bytes for entry in core.aside.lent)
+        assert core.aside.bytes + core.aside.lent_bytes <= core.aside.budget
         if not len(core.chores):
             there = [mine.room for mine in self.w.asides]
             assert len(core.aside.slots) == sum(len(room.slots) for room in there)

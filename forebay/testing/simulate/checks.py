@@ -250,8 +250,9 @@ class Checks:
             )
 
     def _accounts(self, daemon: SimDaemon, core: StoreCore) -> None:
-        if not 0 <= core.aside.bytes <= core.aside.budget:
-            self._fail(f"{core.aside.bytes} bytes are set aside, {core.aside.budget} may be")
+        aside = core.aside.bytes + core.aside.lent_bytes
+        if not core.aside.bytes <= aside <= core.aside.budget:
+            self._fail(f"{aside} bytes are set aside, {core.aside.budget} may be")
         reserved = promoting = unpinned = 0
         for entry in core.table:
             if entry.state is SlotState.RESERVED:
