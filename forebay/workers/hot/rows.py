@@ -102,16 +102,23 @@ class RowFetcher:
                 await self._look(asked, positions)
                 pause = min(2 * pause, LOOK_MAX_S)
             fetched = await answer
-        except RequestRefused as error:  # busy, say: that passes
+        except BaseException as error:
+            self._unwanted(answer)
+            if not isinstance(error, RequestRefused):  # busy, say: that passes
+                raise
             log.debug("rows weren't brought: %s", error)
             return ()
-        finally:
-            answer.cancel()  # the client lets go of what comes too late
         await self._take(asked, fetched)
         for chunk in fetched.chunks:  # a look doesn't know where one has come from
             if not asked.left.under_way(chunk.start // self._size):
                 self._counters.add(f"hosted.{chunk.promoted or HOST}.chunks")
         return [position for _, position in fetched.gone]
+
+    def _unwanted(self, answer: asyncio.Task[Fetched]) -> None:
+        """Nobody waits for it any more. The client lets go of what comes too late; what has come nobody has told of."""
+        answer.cancel()
+        if answer.done() and not answer.cancelled() and answer.exception() is None:
+            self._client.release([answer.result().lease])
 
     async def _look(self, asked: _Asked, positions: Sequence[int]) -> None:
         """Tell of what has come of a message that isn't answered yet."""
