@@ -22,7 +22,7 @@ from forebay.kvstore.identity import decode_namespace
 from forebay.kvstore.protocol import ChunkRead, Held, NewChunk, Written
 from forebay.tiers.base import ChunkId, ClearScope, LookupResult, Query
 from forebay.tiers.chunks import best_match
-from forebay.tiers.p2p.answers import MISS
+from forebay.tiers.p2p.answers import MISS, RETRY
 from forebay.tiers.p2p.wire import exact
 
 log = logging.getLogger("forebay.tier.p2p")
@@ -69,7 +69,7 @@ class Source(Protocol):
     """What the serving side needs of a store. Never raises for what happens to one chunk."""
 
     async def find(self, queries: Sequence[Query]) -> list[LookupResult]:
-        """What memory has; hits stay for a short while."""
+        """What memory has; hits stay for a short while. `retry`: it can't say now."""
 
     async def lend(self, chunk: ChunkId) -> Loan | None:
         """Pin this chunk."""
@@ -179,11 +179,11 @@ class StoreSource(Source):
     async def find(self, queries: Sequence[Query]) -> list[LookupResult]:
         self.counts["asked"] += len(queries)
         if not self.connected:
-            return [MISS] * len(queries)
+            return [RETRY] * len(queries)  # our store may have it: a miss would say that it hasn't
         try:
             held = await self._client.hold(queries, lease_ms=max(1, int(self.lend_s * 1000)))
         except ForebayError:
-            return [MISS] * len(queries)
+            return [RETRY] * len(queries)
         results = [
             MISS if place < 0 else self._result(query, held.chunks[place])
             for query, place in zip(queries, held.places, strict=True)
@@ -195,7 +195,9 @@ class StoreSource(Source):
     def _result(self, query: Query, chunk: ChunkRead) -> LookupResult:
         try:
             header = decode_header(self._block(chunk))
-        except (CorruptChunk, KeyError):
+        except KeyError:  # in an extent that isn't mapped yet
+            return RETRY
+        except CorruptChunk:
             return MISS
         chunk_id = ChunkId(query.group, chunk.key)
         found = best_match(query, {chunk_id: header})

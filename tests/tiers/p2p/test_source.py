@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from forebay.kvstore.identity import encode_namespace
 from forebay.testing.conformance import make_chunk
 from forebay.tiers.base import ChunkId, Query
 from forebay.tiers.chunks import stored_header, verify_payload
+from forebay.tiers.p2p.answers import Answers
 from forebay.tiers.p2p.source import NoRoom, Room, StoreSource
 from tests.kvstore.running import Store, prompt_of, put
 from tests.kvstore.support import CHUNK, namespace
@@ -82,6 +84,17 @@ def test_what_was_told_is_pinned_for_a_while_and_lent_without_asking_the_store_a
             assert source.lend_at_once(ChunkId(0, queries()[0].key)) is None
 
     asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_one_whose_store_is_away_does_not_say_that_it_has_nothing(tmp_path: Path) -> None:
+    async def run() -> None:
+        source = StoreSource(str(tmp_path / "nobody"), {}, {}, 0.2, 1 << 20)
+        answers, asked, peers = Answers(5.0, 5.0, time.monotonic), queries(), frozenset({"near"})
+        answers.look(asked, peers)
+        answers.heard("near", asked, await source.find(asked))
+        assert {result.outcome for result in answers.look(asked, peers).results} == {"away"}
+
+    asyncio.run(run())
 
 
 def test_what_nobody_comes_for_is_let_go_of(store: Store) -> None:
