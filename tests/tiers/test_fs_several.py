@@ -76,6 +76,19 @@ def test_a_chunk_of_one_store_is_found_by_the_other_by_its_name_alone(
     assert not second.has(numbered(77))
 
 
+def test_what_was_not_looked_for_is_not_said_to_be_missing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind one that isn't there: whoever asks for single chunks can do with the others."""
+    several = make(quota_bytes=8 << 20)
+    first, second = two(several)
+    monkeypatch.setattr(neighbours, "POLL_S", 60.0)  # nobody reads a journal any more
+    time.sleep(0.05)
+    chunk, lost = numbered(1), numbered(2)
+    assert first.store(chunk).ok
+    found = second.lookup(lost.query(), chunk.query())
+    assert [answer.outcome for answer in found] == ["miss", "away"]
+    assert second.serves(chunk)
+
+
 def test_what_is_stored_here_is_told_there_and_serves_partial_matches(several: Several) -> None:
     first, second = two(several)
     chunk = make_chunk([*range(16), *range(100, 116)], granule=20_000)

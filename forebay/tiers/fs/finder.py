@@ -96,12 +96,13 @@ class Finder:
 
     def _asked(self, queries: Sequence[Query], results: list[LookupResult]) -> list[LookupResult]:
         """Have the disk asked for chunks that nothing is known of, which another store may just have stored."""
-        open_at = [
-            at for at, (query, found) in enumerate(zip(queries, results, strict=True))
-            if found.key != query.key and self.neighbours.unknown(ChunkId(query.group, query.key))
-        ]  # fmt: skip
-        for at in open_at:
-            if results[at].outcome == "miss":
+        open_at: list[int] = []
+        for at, (query, found) in enumerate(zip(queries, results, strict=True)):
+            chunk = ChunkId(query.group, query.key)
+            unknown = found.key != query.key and self.neighbours.unknown(chunk)
+            if unknown:
+                open_at.append(at)
+            if found.outcome == "miss" and (unknown or self.neighbours.passed_over(chunk)):
                 results[at] = LookupResult("away")  # unless the disk is asked now
         open_at = open_at[:ASK_MAX]
         wanted = [ChunkId(queries[at].group, queries[at].key) for at in open_at]

@@ -77,7 +77,8 @@ class Neighbours:
         self._estate: Estate | None = None
         self._moving: Iterator[int] | None = None
         self._given_up: set[str] = set()
-        self._absent: OrderedDict[ChunkId, float] = OrderedDict()
+        # Until when, and whether the disk has said so.
+        self._absent: OrderedDict[ChunkId, tuple[float, bool]] = OrderedDict()
         self._absent_lock = threading.Lock()
         self._looking = threading.Lock()
         self._closing = threading.Event()
@@ -118,23 +119,28 @@ class Neighbours:
         if not self.mirrors:
             return False
         with self._absent_lock:
-            return self._absent.get(chunk, 0.0) < time.monotonic()
+            return self._absent.get(chunk, (0.0, False))[0] < time.monotonic()
+
+    def passed_over(self, chunk: ChunkId) -> bool:
+        """Is it taken to be absent for no better reason than that one before it is?"""
+        with self._absent_lock:
+            return not self._absent.get(chunk, (0.0, True))[1]
 
     def ask(self, chunks: Sequence[ChunkId]) -> None:
         """Look for files by name, in order, of each group up to the first that isn't there: without it, the later ones
         are of no use. What isn't found is taken to be absent for a second; by then the journals have told."""
         ended: set[int] = set()
-        absent = []
+        absent: dict[ChunkId, bool] = {}
         for chunk in chunks:
             if chunk.group not in ended and self.on_disk(chunk):
                 self.counts["neighbour_asked"] += 1
                 continue
+            absent[chunk] = chunk.group not in ended
             ended.add(chunk.group)
-            absent.append(chunk)
         until = time.monotonic() + ABSENT_S
         with self._absent_lock:
-            for chunk in absent:
-                self._absent[chunk] = until
+            for chunk, looked in absent.items():
+                self._absent[chunk] = until, looked
                 self._absent.move_to_end(chunk)
             while len(self._absent) > ABSENT_MAX:
                 self._absent.popitem(last=False)
