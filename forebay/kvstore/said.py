@@ -41,7 +41,7 @@ class Said:
         elif lost is not None:
             without = lost
         else:
-            without = answer.matched < found.wanted_tokens(position, found.prompt.longest)
+            without = answer.sure and answer.matched < found.wanted_tokens(position, found.prompt.longest)
         tiers = self.without.setdefault(place, set())
         (tiers.add if without else tiers.discard)(tier)
         return answer if lost is None else NO_HIT

@@ -49,13 +49,14 @@ class LookupResult(msgspec.Struct, frozen=True, array_like=True):
     """Answer to one Query. `retry`: not known yet, ask again. `away`: the tier can't say, and won't soon; nobody waits
     for it, but unlike after a `miss` it may have the chunk. On a hit, `key` names the stored chunk, `matched` how many
     of the query's tokens it serves (a multiple of the unit), `tokens` how many it has, `length` its bytes with the
-    header."""
+    header. One that isn't `sure` may be less than the tier has."""
 
     outcome: Outcome
     key: bytes = b""
     matched: int = 0
     tokens: int = 0
     length: int = 0
+    sure: bool = True
 
 
 class StoreJob(msgspec.Struct, frozen=True, array_like=True):

@@ -62,6 +62,12 @@ def test_a_chunk_that_goes_on_otherwise_too_soon_is_of_no_use(lacking: Match) ->
     assert said.gone(lacking, ["near"]) == [(0, 1)]
 
 
+def test_one_that_may_be_less_than_the_tier_has_is_no_proof(lacking: Match) -> None:
+    said, short = Said(), LookupResult("hit", KEY, CHUNK - 16, CHUNK, 4096, sure=False)
+    assert said.answered(lacking, "near", (0, 1), short) == short
+    assert said.gone(lacking, ["near"]) == []
+
+
 def test_what_memory_has_by_now_is_not_gone() -> None:
     store = SmallStore()
     prompt = store.prompt([1] * 2 * CHUNK)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import lmdb
+import msgspec
 
 from forebay.errors import CorruptChunk
 from forebay.kvstore.header import ChunkHeader
@@ -102,8 +103,8 @@ class Finder:
             unknown = found.key != query.key and self.neighbours.unknown(chunk)
             if unknown:
                 open_at.append(at)
-            if found.outcome == "miss" and (unknown or self.neighbours.passed_over(chunk)):
-                results[at] = LookupResult("away")  # unless the disk is asked now
+            if found.key != query.key and (unknown or self.neighbours.passed_over(chunk)):
+                results[at] = self._unsure(found)  # unless the disk is asked now
         open_at = open_at[:ASK_MAX]
         wanted = [ChunkId(queries[at].group, queries[at].key) for at in open_at]
         with self._lock:
@@ -117,6 +118,13 @@ class Finder:
         for at in open_at:
             results[at] = LookupResult("retry")
         return results
+
+    @staticmethod
+    def _unsure(found: LookupResult) -> LookupResult:
+        """The same where there may be more."""
+        if found.outcome == "hit":
+            return msgspec.structs.replace(found, sure=False)
+        return LookupResult("away") if found.outcome == "miss" else found
 
     def _ask(self, chunks: list[ChunkId]) -> None:
         try:

@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from forebay.tiers.base import ChunkId, LookupResult, Query
 
 KNOWN_MAX = 1 << 16
@@ -21,11 +23,17 @@ AWAY = LookupResult("away")
 
 @dataclass(slots=True)
 class _Open:
-    """A query that peers were asked. `asked` have not answered yet. `best` is AWAY where one of them won't, and
-    no other has the chunk."""
+    """A query that peers were asked. `asked` have not answered yet, and some are `unsure`, or won't answer."""
 
     asked: set[str]
+    unsure: bool
     best: LookupResult = MISS
+
+    def result(self, query: Query) -> LookupResult:
+        """What all of them have, as far as that is known."""
+        if not self.unsure or self.best.key == query.key:
+            return self.best
+        return msgspec.structs.replace(self.best, sure=False) if self.best.outcome == "hit" else AWAY
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +80,7 @@ class Answers:
             return RETRY
         if not peers or len(self._open) >= OPEN_MAX:
             return AWAY if peers or absent else MISS
-        self._open[query] = _Open(set(peers), AWAY if absent else MISS)
+        self._open[query] = _Open(set(peers), absent)
         unasked.append(query)
         return RETRY
 
@@ -102,14 +110,13 @@ class Answers:
         state.asked.discard(peer)
         if result.outcome == "hit" and result.matched > state.best.matched:
             state.best = result
-        elif result.outcome != "miss" and state.best.outcome != "hit":
-            state.best = AWAY
+        state.unsure |= result.outcome in ("retry", "away") or not result.sure
         if state.asked and not (state.best.outcome == "hit" and state.best.key == query.key):
             return
         del self._open[query]
         lasts = self._hit_s if state.best.outcome == "hit" else self._miss_s
         # Also what isn't worth remembering has to be known until the lookup that asked has been told.
-        self._known[query] = _Known(state.best, now + max(lasts, 0.02))
+        self._known[query] = _Known(state.result(query), now + max(lasts, 0.02))
         self._known.move_to_end(query)
         while len(self._known) > self._known_max:
             self._known.popitem(last=False)

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from forebay.errors import CorruptChunk
 from forebay.kvstore.header import HEADER_BYTES_MAX, ChunkHeader, decode_header
 from forebay.tiers.base import ChunkId, LookupResult, Query
@@ -119,7 +121,7 @@ class Finder:
             self.counts["fronts_passed_over"] += not known
             if not known or self.sightings.unsure(chunk):  # the bucket isn't asked now, or didn't say
                 partial = self._find_partial(view, query, used)
-                return partial if partial.outcome == "hit" else LookupResult("away")
+                return msgspec.structs.replace(partial, sure=False) if partial.outcome == "hit" else LookupResult("away")
         return self._find_partial(view, query, used)
 
     def _hidden(self, seen: Sighting) -> bool:

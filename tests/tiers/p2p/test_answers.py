@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from forebay.tiers.base import ChunkId, LookupResult, Query
@@ -50,6 +51,17 @@ def test_of_partial_hits_the_longest_is_taken_once_all_have_answered() -> None:
     asked.heard("b", [query(1)], [hit(8, matched=24)])
     assert asked.look([query(1)], PEERS).results == [hit(8, matched=24)]
     assert asked.places(ChunkId(0, hit(8).key)) == ["b"]
+
+
+def test_a_partial_hit_is_not_all_there_is_where_somebody_did_not_say() -> None:
+    asked, part = known(Time()), hit(7, matched=16)
+    asked.look([query(1), query(2)], PEERS)
+    asked.look([query(3)], PEERS, absent=True)
+    asked.heard("a", [query(1), query(2), query(3)], [part, hit(2), part])
+    asked.heard("b", [query(3)], [MISS])
+    asked.silent("b", [query(1)])
+    unsure = msgspec.structs.replace(part, sure=False)
+    assert asked.look([query(1), query(2), query(3)], PEERS).results == [unsure, hit(2), unsure]
 
 
 def test_answers_end_misses_sooner_than_hits() -> None:
