@@ -246,7 +246,8 @@ class Cascade:
         if header is None or any(scope.covers(header) for scope in load.clears):
             self._core.counters.add(f"tier.{tier_name}.load_failed")
             self._core.promotion_failed(load.entry)
-            load.lost = result.ok or result.reason in LOST
+            # What a clear covers by its prefix the tier may have for good: that can't be told from the chunk alone.
+            load.lost = header is None and (result.ok or result.reason in LOST)
             return load
         load.ok = True
         self._core.promoted(load.entry, header, tier_name)

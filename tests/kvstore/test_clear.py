@@ -166,6 +166,17 @@ def test_what_a_tier_brings_during_a_clear_is_not_published(tenant: str, comes: 
     assert cascade.clearing == [] and store.core.promoting_bytes == 0
 
 
+def test_what_is_not_published_for_a_clear_s_sake_is_not_said_to_be_lost() -> None:
+    """It is of another prompt, and its tier keeps it."""
+    store = SmallStore()
+    cascade = Cascade(store.core)
+    cascade.tiers["fs"] = TierTraffic("fs", b"t" * 16)
+    _, result = promotion(store, cascade, "acme")
+    with cascade.clearing_of(behind(store, [6] * CHUNK)):
+        load = cascade.finished("fs", result)
+    assert load is not None and not load.ok and not load.lost
+
+
 @pytest.mark.parametrize("reason", ["replaced", "evicted", "cleared"])
 @pytest.mark.parametrize(("tenant", "goes"), [("acme", True), ("other", False)])
 def test_what_left_the_pool_on_its_way_to_a_tier_is_cleared_there_too(reason: str, tenant: str, goes: bool) -> None:

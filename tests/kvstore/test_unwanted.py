@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,23 @@ def test_what_a_fetch_pins_that_was_cancelled_is_let_go_of(tmp_path: Path, when:
         assert await leases(client) == 1, "the other one's"
         client.release([kept.lease])
         assert await leases(client) == 0
+
+    with_daemon(tmp_path, use)
+
+
+def test_extents_that_come_for_one_that_was_cancelled_are_closed(tmp_path: Path) -> None:
+    async def use(daemon: InProcessDaemon, client: AsyncStoreClient) -> None:
+        await client.stats()
+        before = len(os.listdir("/proc/self/fd"))
+        client._session.pool.views.clear()
+        mapping = asyncio.create_task(client.map_extents())
+        await asyncio.sleep(0)
+        while not all(waiting.done() for waiting in client._waiting.values()):
+            await asyncio.sleep(0)
+        mapping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await mapping
+        assert len(os.listdir("/proc/self/fd")) == before
 
     with_daemon(tmp_path, use)
 

@@ -297,7 +297,7 @@ class AsyncStoreClient(PromiseCalls):
             return await answer
         except asyncio.CancelledError:
             if answer.done() and not answer.cancelled() and answer.exception() is None:
-                self._unwanted(answer.result()[0])
+                self._unwanted(*answer.result())
             raise
         finally:
             self._waiting.pop(rid, None)
@@ -370,12 +370,13 @@ class AsyncStoreClient(PromiseCalls):
         if waiting is not None and not waiting.done():
             waiting.set_result((reply, descriptors))
             return
+        self._unwanted(reply, descriptors)
+
+    def _unwanted(self, reply: Reply, descriptors: Sequence[int]) -> None:
+        """Whoever asked has been cancelled: nobody else would let go of what the answer promises, or close what came
+        with it."""
         for descriptor in descriptors:
             os.close(descriptor)
-        self._unwanted(reply)
-
-    def _unwanted(self, reply: Reply) -> None:
-        """Whoever asked has been cancelled: nobody else would let go of what the answer promises."""
         if isinstance(reply, Found | Fetched | Held | Aside) and reply.lease:
             self.release([reply.lease])
 

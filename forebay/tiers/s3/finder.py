@@ -121,7 +121,9 @@ class Finder:
             self.counts["fronts_passed_over"] += not known
             if not known or self.sightings.unsure(chunk):  # the bucket isn't asked now, or didn't say
                 partial = self._find_partial(view, query, used)
-                return msgspec.structs.replace(partial, sure=False) if partial.outcome == "hit" else LookupResult("away")
+                if partial.outcome != "hit":
+                    return LookupResult("away")
+                return msgspec.structs.replace(partial, sure=False)
         return self._find_partial(view, query, used)
 
     def _hidden(self, seen: Sighting) -> bool:
