@@ -32,6 +32,7 @@ class ColdRows:
     asked: dict[int, int] = field(default_factory=dict)
     asks: int = 0
     waits: set[int] = field(default_factory=set)
+    _ahead: set[int] = field(default_factory=set)
     _needed: set[int] = field(default_factory=set)
 
     @property
@@ -65,7 +66,9 @@ class ColdRows:
         room = len(self.cold) if self.most is None else self.most - len(self.here) - len(self.asked) - len(wanted)
         known = self.waits | self.asked.keys()
         more = [position for position in ahead if position in self.cold and position not in known]
-        wanted += more[: max(0, room)]
+        more = more[: max(0, room)]
+        self._ahead.update(more)
+        wanted += more
         self.asks += 1
         self.asked.update(dict.fromkeys(wanted, self.asks))
         return wanted
@@ -93,11 +96,15 @@ class ColdRows:
             self.here[position] = None
         self.waits.discard(position)
         self.asked.pop(position, None)
+        self._ahead.discard(position)
 
     def ended(self, positions: Iterable[int], number: int) -> list[int]:
         """Nothing more comes of what was asked for with this number of `asks`. Returns those that are waited for, and
-        haven't come. What came, was let go of, and has been asked for anew is the later one's."""
+        haven't come. What came, was let go of, and has been asked for anew is the later one's. What was asked for
+        before it was waited for has had less time since than there is for it: it can be asked for again."""
         ended = {position for position in positions if self.asked.get(position) == number}
         for position in ended:
             del self.asked[position]
-        return sorted(ended & self.waits)
+        late = sorted((ended & self.waits) - self._ahead)
+        self._ahead -= ended
+        return late

@@ -76,6 +76,15 @@ def test_what_may_be_wanted_waits_for_nobody_and_takes_only_room_that_is_left() 
     assert cold.ask() == [] and cold.parked, "it is on its way"
 
 
+def test_what_is_on_its_way_already_when_it_is_waited_for_has_as_much_time_as_anything_else() -> None:
+    cold = rows(8)
+    ahead, number = cold.ask(ahead=[6, 7]), cold.asks
+    cold.lack({6, 1}, [1, 6])
+    assert cold.ask() == [1] and cold.ended(ahead, number) == [] and cold.parked
+    assert cold.ask() == [6] and cold.ended([6], cold.asks) == [6]
+    assert cold.ask(ahead=[7]) == [6, 7], "neither is on its way"
+
+
 def test_what_was_read_least_recently_makes_room_and_nothing_that_is_needed() -> None:
     cold = rows(8, most=3)
     for position in (0, 1, 2):
