@@ -82,6 +82,8 @@ class RowFetcher:
             return False
         until = asked.end + (GRACE_S if now >= asked.end else 0.0)
         seconds = min(until, left.next_at(now) or until) - now
+        if left.ready(now) and now < asked.end:
+            seconds = min(seconds, LOOK_S)  # looks make room as well, and don't say so
         if not running:
             await asyncio.sleep(seconds)
             return True

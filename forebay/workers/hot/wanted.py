@@ -27,6 +27,7 @@ class Wanted:
         self._waits: dict[int, float] = dict.fromkeys(positions, 0.0)  # until when
         self._window, self._apart = window, apart
         self._under_way: set[int] = set()
+        self._taken_at = -PAUSE_MAX_S
         self._failed: dict[int, int] = {}
         self._gone: dict[int, int] = {}
 
@@ -41,16 +42,23 @@ class Wanted:
 
     def take(self, now: float) -> list[int]:
         """What the next message is to ask for; it is under way from now on. Small messages cost more than they bring,
-        so there is none before half of what is under way may be new."""
+        so for a while there is none before half of what is under way may be new."""
         room = self._window - len(self._under_way)
-        if room <= 0 or (not self._apart and 2 * room < self._window):
+        small = not self._apart and 2 * room < self._window
+        if room <= 0 or (small and now < self._taken_at + PAUSE_MAX_S):
             return []
         ready = [position for position, until in self._waits.items() if until <= now]
         taken = ready[: 1 if self._apart else room]
         for position in taken:
             del self._waits[position]
+        if taken:
+            self._taken_at = now
         self._under_way.update(taken)
         return taken
+
+    def ready(self, now: float) -> bool:
+        """Does anything wait for nothing but what is under way?"""
+        return any(until <= now for until in self._waits.values())
 
     def next_at(self, now: float) -> float | None:
         """When something else may be asked for: None if nothing waits for its time to come."""
