@@ -41,7 +41,8 @@ class Said:
         elif lost is not None:
             without = lost
         else:
-            without = answer.sure and answer.matched < found.wanted_tokens(position, found.prompt.longest)
+            short = answer.matched < found.prompt.namespace.chunk_tokens  # the others needn't be measured
+            without = short and answer.sure and answer.matched < found.wanted_tokens(position, found.prompt.longest)
         tiers = self.without.setdefault(place, set())
         (tiers.add if without else tiers.discard)(tier)
         return answer if lost is None else NO_HIT
