@@ -9,6 +9,10 @@ found to take. `--small` takes a random model of 10 M parameters in the demo mod
 would take hours. Conversations come round robin, so once a cache is smaller than all of them, what is asked for next is
 what it lost. What is recomputed doesn't depend on how many there are, so that is measured with up to 32.
 
+All of it takes half an hour with `--small`, else hours. With `--keep FILE` each point is written there as it is
+measured, and not measured again by the same command: so it can be interrupted, and a count whose points were disturbed
+can be measured anew once its lines are taken out.
+
 Printed and drawn: prompt and answer tokens a second, of all turns after the first. Targets: where memory no longer
 holds them, files keep more than twice what recomputing gives; and device falls off before memory does.
 """
@@ -16,6 +20,7 @@ holds them, files keep more than twice what recomputing gives; and device falls 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 import tempfile
@@ -99,15 +104,33 @@ def run(
     """All points."""
     report = Report(f"multiturn: {args.model.name}, {shape.longest} tokens a conversation, {shape.turns} turns")
     sizes = sizes_for(one_conversation(args, shape, folder), shape, holds)
-    found: dict[tuple[str, int], Ran] = {}
+    found = kept(args.keep)
     for count in counts:
         for kind in KINDS:
+            if (kind, count) in found:
+                continue
             found[kind, count] = ran = point(args, shape, sizes, kind, count, folder)
             print(f"{count} conversations, {kind}: {ran.tokens_s:,.0f} tok/s, {ran.found:.0%} found", file=sys.stderr)
+            keep(args.keep, kind, count, ran)
     tell(report, found, counts, holds)
     if args.plot is not None:
         draw(found, counts, holds, args.plot)
     return report.print(args.json)
+
+
+def kept(path: Path | None) -> dict[tuple[str, int], Ran]:
+    """Points that an earlier run has measured, by kind and count."""
+    lines = path.read_text().splitlines() if path is not None and path.exists() else []
+    points = [json.loads(line) for line in lines]
+    return {(one["kind"], one["conversations"]): Ran(one["tokens_s"], one["found"]) for one in points}
+
+
+def keep(path: Path | None, kind: str, count: int, ran: Ran) -> None:
+    """Write a point down, if there is a file for it."""
+    if path is not None:
+        with path.open("a") as file:
+            one = {"kind": kind, "conversations": count, "tokens_s": ran.tokens_s, "found": ran.found}
+            file.write(json.dumps(one) + "\n")
 
 
 def options() -> argparse.Namespace:
@@ -118,6 +141,7 @@ def options() -> argparse.Namespace:
     made.add_argument("--small", action="store_true", help="a small model that is made for it")
     made.add_argument("--dtype", default="bfloat16")
     made.add_argument("--conversations", help="how many, with commas between")
+    made.add_argument("--keep", type=Path, help="a file of points: those in it aren't measured again")
     made.add_argument("--plot", type=Path, help="write a picture there (.png, .svg); needs matplotlib")
     made.add_argument("--quick", action="store_true", help="short conversations, few of them: to see whether it works")
     args = made.parse_args()

@@ -90,3 +90,13 @@ def test_servers_stand_answer_and_are_measured_and_conversations_find_what_they_
             assert serve.pushed(server) > 0
     finally:
         cluster.stop()
+
+
+def test_points_of_conversations_are_kept_and_not_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "points"
+    assert multiturn.kept(path) == multiturn.kept(None) == {}
+    multiturn.keep(None, "device", 8, multiturn.Ran(1.0, 0.0))
+    points = {("device", 8): multiturn.Ran(1000.5, 0.88), ("files", 256): multiturn.Ran(2000.0, 0.0)}
+    for (kind, count), ran in points.items():
+        multiturn.keep(path, kind, count, ran)
+    assert multiturn.kept(path) == points
