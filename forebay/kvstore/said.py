@@ -34,18 +34,20 @@ class Said:
 
     def answered(self, found: Match, tier: str, place: Place, answer: LookupResult) -> LookupResult:
         """What a tier's answer for a place is worth, after what it could not bring."""
-        group, position = place
-        lost = self.failed.get((tier, group, answer.key)) if answer.outcome == "hit" else None
-        if answer.outcome != "hit":
-            without = answer.outcome == "miss"
-        elif lost is not None:
-            without = lost
-        else:
-            short = answer.matched < found.prompt.namespace.chunk_tokens  # the others needn't be measured
-            without = short and answer.sure and answer.matched < found.wanted_tokens(position, found.prompt.longest)
-        tiers = self.without.setdefault(place, set())
-        (tiers.add if without else tiers.discard)(tier)
+        lost = self.failed.get((tier, place[0], answer.key)) if answer.outcome == "hit" else None
+        if found.only is not None:  # whoever looks a prefix up doesn't ask for what is gone
+            without = self._without(found, place, answer) if lost is None else lost
+            tiers = self.without.setdefault(place, set())
+            (tiers.add if without else tiers.discard)(tier)
         return answer if lost is None else NO_HIT
+
+    @staticmethod
+    def _without(found: Match, place: Place, answer: LookupResult) -> bool:
+        """Has a tier that answers so nothing for a place?"""
+        if answer.outcome != "hit":
+            return answer.outcome == "miss"
+        short = answer.matched < found.prompt.namespace.chunk_tokens  # the others needn't be measured
+        return short and answer.sure and answer.matched < found.wanted_tokens(place[1], found.prompt.longest)
 
     def gone(self, found: Match, tiers: Iterable[str]) -> list[Place]:
         """Of the places that `found` lacks, those that nobody has."""
