@@ -83,9 +83,16 @@ def test_what_was_pinned_in_an_extent_that_cannot_be_mapped_is_let_go_of(
         await put(client)
         client._session.pool.views.clear()
         monkeypatch.setattr(AsyncStoreClient, "map_extents", failing)
-        with pytest.raises(StoreUnavailable):
-            await fetching(client)
-        assert await leases(client) == 0
+        prompt = prompt_of(SPEC, TOKENS)
+        asked = SPEC.id, prompt.root, prompt.tokens, prompt.keys
+        for pinning in (
+            fetching(client),
+            client.hold([prompt.query(0, 0)], lease_ms=60_000),
+            client.lookup(*asked, limit=len(TOKENS), deadline_ms=0),
+        ):
+            with pytest.raises(StoreUnavailable):
+                await pinning
+            assert await leases(client) == 0
 
     with_daemon(tmp_path, use)
 

@@ -186,8 +186,7 @@ class AsyncStoreClient(PromiseCalls):
             if not 0 <= found.wants < begin:
                 break
             begin = found.wants
-        if any(chunk.extent not in self._session.pool.views for chunk in found.chunks):
-            await self.map_extents()
+        await self._mapped(found.lease, found.chunks)
         return found
 
     async def reserve(

@@ -9,6 +9,7 @@ from typing import Literal, TypeVar
 from forebay.kvstore.client.session import Session
 from forebay.kvstore.protocol import (
     Aside,
+    ChunkRead,
     Clear,
     Cleared,
     Fetch,
@@ -49,6 +50,15 @@ class PromiseCalls(ABC):
     async def map_extents(self) -> None:
         """Map the extents that this client doesn't have yet."""
 
+    async def _mapped(self, lease: int, chunks: Sequence[ChunkRead]) -> None:
+        """Have the extents of what was just pinned; if that fails, or nobody waits for it any more, let go of it."""
+        if any(chunk.extent not in self._session.pool.views for chunk in chunks):
+            try:
+                await self.map_extents()
+            except BaseException:
+                self.release([lease])
+                raise
+
     async def join(self, leases: Sequence[int], *, lease_ms: int = 0) -> Joined:
         """Hold leases of this client's group as well, or renew one's own. Those that have ended are left out."""
         rid = self._session.rid()
@@ -62,8 +72,7 @@ class PromiseCalls(ABC):
         """Pin single chunks that memory has, as a tier is asked for them; see `protocol.Hold`."""
         rid = self._session.rid()
         held = await self._call(rid, Hold(rid=rid, queries=list(queries), lease_ms=lease_ms), Held)
-        if any(chunk.extent not in self._session.pool.views for chunk in held.chunks):
-            await self.map_extents()
+        await self._mapped(held.lease, held.chunks)
         return held
 
     async def set_aside(
@@ -129,12 +138,7 @@ class PromiseCalls(ABC):
             deadline_ms=deadline_ms, extra=extra, tenant=tenant, tokens_from=tokens_from, aside=aside,
         )  # fmt: skip
         fetched = await self._call(rid, message, Fetched)
-        if any(chunk.extent not in self._session.pool.views for chunk in fetched.chunks):
-            try:
-                await self.map_extents()
-            except BaseException:
-                self.release([fetched.lease])
-                raise
+        await self._mapped(fetched.lease, fetched.chunks)
         return fetched
 
     async def pin(
