@@ -28,7 +28,10 @@ from forebay.kvstore.lookup import (
 from forebay.kvstore.said import Said
 from forebay.tiers.base import LoadJob, LookupResult, Query, StoreJob
 
-TIER_ANSWER_S_MAX = 1.0
+TIER_ANSWER_S, TIER_ANSWER_SHARE = 1.0, 0.1
+"""How long one tier may take to say what it has, or this share of the time that there is if that is more: whoever is
+patient would rather wait for a slow answer than do without that tier."""
+
 PLANS_MAX = 4
 """How often a lookup plans anew after loads that failed, within its deadline."""
 
@@ -186,7 +189,8 @@ class Reader:
             missing = [(place, query) for place, query in asked if place not in found.offers]
             if not missing:
                 break
-            timeout = min(max(until - loop.time(), 0), TIER_ANSWER_S_MAX)
+            left = max(until - loop.time(), 0)
+            timeout = min(left, max(TIER_ANSWER_S, TIER_ANSWER_SHARE * left))
             self._core.counters.add(f"tier.{name}.asked", len(missing))
             places = [place for place, _ in missing]
             answers = await tier.lookup([query for _, query in missing], timeout)

@@ -23,7 +23,7 @@ from tests.ranks.test_workers import LONGEST, OUTPUT, VOCAB, WINDOW, Case, figur
 from tests.workers.processes import start_store, store_values
 
 COUNT = 5
-FP8 = ("--kv-cache-dtype", "fp8_e4m3")
+FP8 = ("--kv-cache-dtype", "fp8_e4m3", "--lookup-deadline", "30s")
 MAKERS: dict[str, Callable[[Path], Path]] = {"llama": checkpoints.tiny_llama}
 if os.environ.get("FOREBAY_ALL_FAMILIES"):
     MAKERS |= {"deepseek_v3": checkpoints.tiny_deepseek_v3, "gpt_oss": checkpoints.tiny_gpt_oss}
