@@ -148,8 +148,12 @@ def test_a_client_that_leaves_and_a_worker_that_goes_down_end_what_is_computed()
         asking = threading.Thread(target=complete, args=(url,), kwargs={"prompt": LONG})
         asking.start()
         wait_for("its prompt", lambda: router.upstreams.all[0].prefilling == 1, 20)
-        router.upstreams._on_down(0)  # as the next look at a worker that says nothing
-        asking.join(20)
+
+        def ended() -> bool:
+            router.upstreams._on_down(0)  # as each look at a worker that says nothing: the call may not be open yet
+            return not asking.is_alive()
+
+        wait_for("the call to end", ended, 15)
         assert len(other.asked) == 1 and time.monotonic() - began < 20, "it didn't wait for the answer"
         gone.set()
 

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,37 +57,43 @@ def two(several: Several) -> tuple[Driver, Driver]:
     return first, second
 
 
+@contextmanager
+def nobody_reads(several: Several) -> Iterator[None]:
+    """Neither of two stores looks at the other meanwhile, nor is still about to."""
+    quiet: set[int] = set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(neighbours.Neighbours, "turn", lambda self: quiet.add(id(self)))
+        several.until(lambda: len(quiet) == 2, "the last looks")
+        yield
+
+
 # --- what one has, all can serve ---------------------------------------------------------------------------
 
 
-def test_a_chunk_of_one_store_is_found_by_the_other_by_its_name_alone(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chunk_of_one_store_is_found_by_the_other_by_its_name_alone(make: Make) -> None:
     several = make(quota_bytes=8 << 20)
     first, second = two(several)
-    monkeypatch.setattr(neighbours, "POLL_S", 60.0)  # nobody reads a journal any more
-    time.sleep(0.05)
     chunks = [numbered(i) for i in range(3)]
-    for chunk in chunks:
-        assert first.store(chunk).ok
-    found = second.lookup(*[chunk.query() for chunk in chunks])
-    assert [answer.outcome for answer in found] == ["hit"] * 3
-    assert all(second.serves(chunk) for chunk in chunks)
-    assert second.value("neighbour_asked") == 3
-    assert not second.has(numbered(77))
+    with nobody_reads(several):
+        for chunk in chunks:
+            assert first.store(chunk).ok
+        found = second.lookup(*[chunk.query() for chunk in chunks])
+        assert [answer.outcome for answer in found] == ["hit"] * 3
+        assert all(second.serves(chunk) for chunk in chunks)
+        assert second.value("neighbour_asked") == 3
+        assert not second.has(numbered(77))
 
 
-def test_what_was_not_looked_for_is_not_said_to_be_missing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_not_looked_for_is_not_said_to_be_missing(make: Make) -> None:
     """Behind one that isn't there: whoever asks for single chunks can do with the others."""
     several = make(quota_bytes=8 << 20)
     first, second = two(several)
-    monkeypatch.setattr(neighbours, "POLL_S", 60.0)  # nobody reads a journal any more
-    time.sleep(0.05)
     chunk, lost = numbered(1), numbered(2)
-    assert first.store(chunk).ok
-    found = second.lookup(lost.query(), chunk.query())
-    assert [answer.outcome for answer in found] == ["miss", "away"]
-    assert second.serves(chunk)
+    with nobody_reads(several):
+        assert first.store(chunk).ok
+        found = second.lookup(lost.query(), chunk.query())
+        assert [answer.outcome for answer in found] == ["miss", "away"]
+        assert second.serves(chunk)
 
 
 def test_what_is_stored_here_is_told_there_and_serves_partial_matches(several: Several) -> None:
@@ -188,22 +195,18 @@ def test_a_clear_reaches_what_others_have_stored(several: Several, by: str) -> N
     several.until(lambda: not any(several.paths(0).requests.iterdir()), "the request to be done")
 
 
-def test_a_clear_reaches_what_is_not_known_here_yet_and_what_a_dead_store_left(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clear_reaches_what_is_not_known_here_yet_and_what_a_dead_store_left(make: Make) -> None:
     several = make(quota_bytes=8 << 20, takeover_s=60.0)
     first, second = two(several)
     known, unknown = numbered(1), numbered(2)
     first.store(known)
     several.until(lambda: second.has(known), "the news")
-    monkeypatch.setattr(neighbours, "POLL_S", 60.0)
-    time.sleep(0.05)
-    first.store(unknown)
-    several.die(0)
-    second.engine.clear(b"")
-    assert not second.has(known) and not second.has(unknown), "found by its name, if it weren't asked to be cleared"
-    assert not second.serves(unknown)
-    monkeypatch.setattr(neighbours, "POLL_S", 0.01)
+    with nobody_reads(several):
+        first.store(unknown)
+        several.die(0)
+        second.engine.clear(b"")
+        assert not second.has(known) and not second.has(unknown), "found by its name, if it weren't asked to be cleared"
+        assert not second.serves(unknown)
     again = several.open(0)
     several.until(lambda: not again.has(known) and not again.has(unknown), "the request")
     assert not again.serves(unknown)
