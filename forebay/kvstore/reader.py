@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from forebay.kvstore.cascade import Cascade, Load
@@ -52,6 +53,21 @@ class TierHandle(Protocol):
         """Queue loads."""
 
 
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What came of a question to the tiers: what is `pinned` now, which tier brought which of it, whether more is still
+    under way (`pending`), and which of the places that were asked for nobody has."""
+
+    pinned: Pinned
+    origins: Mapping[Entry, str]
+    pending: bool = False
+    gone: Sequence[Place] = ()
+
+
+NOTHING = Brought(Pinned(0, 0, []), {})
+"""For a client that has gone."""
+
+
 class Reader:
     """Finds, promotes, verifies and pins. Lives on the daemon's loop; reading bytes happens on threads."""
 
@@ -88,9 +104,8 @@ class Reader:
 
     async def lookup(
         self, client: Client, prompt: Prompt, deadline_ms: int, wanted: Callable[[], bool]
-    ) -> tuple[Pinned, dict[Entry, str], bool]:
-        """The answer after tiers and checks: what is pinned, which entries a tier brought, and whether more
-        was still under way. `wanted` says whether the client is still there."""
+    ) -> Brought:
+        """The answer after tiers and checks. `wanted` says whether the client is still there."""
         until = asyncio.get_running_loop().time() + deadline_ms / 1000
         found = match(self._core, prompt)
         loads: list[Load] = []
@@ -101,9 +116,9 @@ class Reader:
             await self._verify(prompt)
             pending = any(not load.done for load in loads)
             if not wanted():
-                return Pinned(0, 0, []), {}, False
+                return NOTHING
             pinned = pin(self._core, client, match(self._core, prompt))
-            return pinned, {load.entry: load.tier for load in loads if load.ok}, pending
+            return Brought(pinned, _origins(loads), pending)
         finally:
             self._let_go(loads, held)
 
@@ -117,9 +132,9 @@ class Reader:
     async def fetch(
         self, client: Client, prompt: Prompt, places: Sequence[Place], deadline_ms: int, wanted: Callable[[], bool],
         aside: int = 0,
-    ) -> tuple[Pinned, dict[Entry, str], bool, list[Place]]:  # fmt: skip
+    ) -> Brought:  # fmt: skip
         """As `lookup`, for single places, whether or not they add up to a hit; into what was set `aside`, if it is for
-        them. And which of them nobody has."""
+        them."""
         until = asyncio.get_running_loop().time() + deadline_ms / 1000
         found = match(self._core, prompt, places)
         loads: list[Load] = []
@@ -133,14 +148,13 @@ class Reader:
                     await self.check(entry)
             pending = any(not load.done for load in loads)
             if not wanted():
-                return Pinned(0, 0, []), {}, False, []
+                return NOTHING
             found = match(self._core, prompt, places)
             pinned = pin_places(self._core, client, found)
             if not all(entry.verified for entry in pinned.entries):  # doubted this very moment
                 self._core.release(client, [pinned.lease])
                 pinned = Pinned(0, 0, [])
-            origins = {load.entry: load.tier for load in loads if load.ok}
-            return pinned, origins, pending, said.gone(found, self._tiers)
+            return Brought(pinned, _origins(loads), pending, said.gone(found, self._tiers))
         finally:
             self._let_go(loads, held)
 
@@ -294,3 +308,8 @@ class Reader:
                 self._core.verified(entry, intact)
         finally:
             del self._checks[entry]
+
+
+def _origins(loads: Sequence[Load]) -> dict[Entry, str]:
+    """Which tier brought which chunk."""
+    return {load.entry: load.tier for load in loads if load.ok}

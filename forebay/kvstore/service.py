@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -29,7 +29,7 @@ from forebay.kvstore.identity import (
 )
 from forebay.kvstore.intake import Intake
 from forebay.kvstore.layout import check_shard
-from forebay.kvstore.lookup import Pinned, Prompt, match
+from forebay.kvstore.lookup import Prompt, match
 from forebay.kvstore.promises import Promises, check_batch
 from forebay.kvstore.protocol import (
     BATCH_ITEMS_MAX,
@@ -77,7 +77,7 @@ from forebay.kvstore.protocol import (
     Welcome,
     WhatIf,
 )
-from forebay.kvstore.reader import Reader
+from forebay.kvstore.reader import Brought, Reader
 from forebay.kvstore.readopt import is_intact
 from forebay.kvstore.server import Answer, Connection
 from forebay.kvstore.writers import Writers
@@ -296,14 +296,12 @@ class StoreService:
             return Found(rid=request.rid, boot=self.boot, lease=0, hit=0, chunks=[], from_tier={}, wants=pinned.wants)
         self.core.counters.add("store.lookups")
         if pinned is not None:
-            return self._found(request, prompt, pinned, {}, False)
+            return self._found(request, prompt, Brought(pinned, {}))
         return self._lookup_slowly(connection, client, request, prompt)
 
     async def _lookup_slowly(self, connection: Connection, client: Client, request: Lookup, prompt: Prompt) -> Found:
-        pinned, origins, pending = await self.reader.lookup(
-            client, prompt, _patience_ms(request), lambda: not connection.closed
-        )
-        return self._found(request, prompt, pinned, origins, pending)
+        brought = await self.reader.lookup(client, prompt, _patience_ms(request), lambda: not connection.closed)
+        return self._found(request, prompt, brought)
 
     async def _survey(self, request: Survey) -> Surveyed:
         prompt = self._prompt(request, request.limit)
@@ -322,16 +320,17 @@ class StoreService:
             if not (0 <= group < groups and known):
                 raise RequestRefused("limits", f"position {position} of group {group} is no place of this prompt")
         places = list(dict.fromkeys(request.wanted))
-        pinned, origins, pending, gone = await self.reader.fetch(
+        brought = await self.reader.fetch(
             client, prompt, places, _patience_ms(request), lambda: not connection.closed, request.aside
         )
         self.core.counters.add("store.fetches")
+        pinned = brought.pinned
         if self.cascade.counts_hits:
             asyncio.get_running_loop().call_soon(self._hit, pinned.entries)
-        chunks = _reads(pinned.entries, origins)
         return Fetched(
-            rid=request.rid, boot=self.boot, lease=pinned.lease, chunks=chunks, pending=pending, gone=gone
-        )
+            rid=request.rid, boot=self.boot, lease=pinned.lease, chunks=_reads(pinned.entries, brought.origins),
+            pending=brought.pending, gone=list(brought.gone),
+        )  # fmt: skip
 
     async def _warm(self, connection: Connection, client: Client, request: Warm) -> Warmed:
         namespace = known_namespace(self.core, request.namespace)
@@ -346,17 +345,16 @@ class StoreService:
             request.namespace, namespace, request.root, bytes(4 * tokens), request.keys, tokens, request.extra,
             tenant=request.tenant,
         )  # fmt: skip
-        pinned, origins, pending = await self.reader.lookup(
-            client, prompt, _patience_ms(request), lambda: not connection.closed
-        )
-        self.core.release(client, [pinned.lease])
+        brought = await self.reader.lookup(client, prompt, _patience_ms(request), lambda: not connection.closed)
+        self.core.release(client, [brought.pinned.lease])
         self.core.counters.add("store.warms")
-        brought = _tokens_by_tier(prompt, pinned, origins)
-        return Warmed(rid=request.rid, boot=self.boot, hit=pinned.hit, from_tier=brought, pending=pending)
+        return Warmed(
+            rid=request.rid, boot=self.boot, hit=brought.pinned.hit, from_tier=_tokens_by_tier(prompt, brought),
+            pending=brought.pending,
+        )  # fmt: skip
 
-    def _found(
-        self, request: Lookup, prompt: Prompt, pinned: Pinned, origins: dict[Entry, str], pending: bool
-    ) -> Found:
+    def _found(self, request: Lookup, prompt: Prompt, brought: Brought) -> Found:
+        pinned = brought.pinned
         self.core.counters.add("store.hit_tokens", pinned.hit)
         # After the answer has gone: who asks shouldn't wait for our bookkeeping.
         asyncio.get_running_loop().call_soon(self.demand.looked_up, request.tenant, prompt, pinned.hit)
@@ -365,11 +363,10 @@ class StoreService:
             asyncio.get_running_loop().call_soon(self.core.policies.looked_up, prompt.keys, pinned.entries, now, size)
         if self.cascade.counts_hits:
             asyncio.get_running_loop().call_soon(self._hit, pinned.entries)
-        from_tier = _tokens_by_tier(prompt, pinned, origins)
-        chunks = _reads(pinned.entries, origins)
         return Found(
-            rid=request.rid, boot=self.boot, lease=pinned.lease, hit=pinned.hit, chunks=chunks,
-            from_tier=from_tier, pending=pending, lease_ms=int(self.core.lease_seconds(prompt.lease_s) * 1000),
+            rid=request.rid, boot=self.boot, lease=pinned.lease, hit=pinned.hit,
+            chunks=_reads(pinned.entries, brought.origins), from_tier=_tokens_by_tier(prompt, brought),
+            pending=brought.pending, lease_ms=int(self.core.lease_seconds(prompt.lease_s) * 1000),
         )  # fmt: skip
 
     def _published(self, entry: Entry) -> None:
@@ -526,7 +523,7 @@ def _tokens_max(namespace: Namespace) -> int:
     return min(LOOKUP_TOKENS_MAX, LOOKUP_CHUNKS_MAX * namespace.chunk_tokens)
 
 
-def _reads(entries: Sequence[Entry], origins: dict[Entry, str]) -> list[ChunkRead]:
+def _reads(entries: Sequence[Entry], origins: Mapping[Entry, str]) -> list[ChunkRead]:
     """Pinned chunks as a client reads them."""
     return [
         ChunkRead(
@@ -537,9 +534,10 @@ def _reads(entries: Sequence[Entry], origins: dict[Entry, str]) -> list[ChunkRea
     ]  # fmt: skip
 
 
-def _tokens_by_tier(prompt: Prompt, pinned: Pinned, origins: dict[Entry, str]) -> dict[str, int]:
+def _tokens_by_tier(prompt: Prompt, brought: Brought) -> dict[str, int]:
     """Tokens of a hit that tiers had to bring, by tier; a position that several groups lacked counts once."""
     from_tier: dict[str, int] = {}
+    pinned, origins = brought.pinned, brought.origins
     if not origins:
         return from_tier
     counted: set[int] = set()
