@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +22,8 @@ import urllib.request
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from forebay.testing.standstill import pause, resume
 
 ACCESS, SECRET = "forebay-test-key", "forebay-test-secret"
 START_S = 60.0
@@ -150,21 +151,15 @@ class Server:
         """Make a bucket."""
         self.client().create_bucket(Bucket=name)
 
-    def _signal(self, number: signal.Signals) -> None:
-        assert self.process is not None
-        self.process.send_signal(number)
-
     def stop_it(self) -> None:
-        """It keeps its connections and answers nothing (SIGSTOP). Returns once that is so."""
-        self._signal(signal.SIGSTOP)
+        """It keeps its connections and answers nothing, from now on."""
         assert self.process is not None
-        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
-            while (task / "stat").read_text().rpartition(")")[2].split()[0] not in "Tt":
-                time.sleep(0.001)
+        pause(self.process.pid)
 
     def continue_it(self) -> None:
         """The opposite."""
-        self._signal(signal.SIGCONT)
+        assert self.process is not None
+        resume(self.process.pid)
 
     def kill(self) -> None:
         """SIGKILL, and wait for its end."""

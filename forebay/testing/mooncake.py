@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
-import signal
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from forebay.errors import TierUnavailable
+from forebay.testing import standstill
 from forebay.testing.cluster import free_port
 from forebay.tiers.mooncake.library import IBVERBS
 from forebay.tiers.mooncake.options import Address, mooncake_options
@@ -74,20 +74,19 @@ class Master:
     def kill(self) -> None:
         """SIGKILL."""
         if self.process is not None:
-            self.process.send_signal(signal.SIGCONT)
             self.process.kill()
             self.process.wait()
             self.process = None
 
     def pause(self) -> None:
-        """SIGSTOP: it answers nothing."""
+        """It answers nothing from now on."""
         assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
+        standstill.pause(self.process.pid)
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """It goes on."""
         assert self.process is not None
-        self.process.send_signal(signal.SIGCONT)
+        standstill.resume(self.process.pid)
 
     def __enter__(self) -> Self:
         return self.start()
@@ -111,7 +110,6 @@ class Member:
 
     def kill(self) -> None:
         """SIGKILL."""
-        self.resume()
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
@@ -120,12 +118,12 @@ class Member:
                 pipe.close()
 
     def pause(self) -> None:
-        """SIGSTOP: whoever reads from it or writes to it waits."""
-        self.process.send_signal(signal.SIGSTOP)
+        """Whoever reads from it or writes to it waits, from now on."""
+        standstill.pause(self.process.pid)
 
     def resume(self) -> None:
-        """SIGCONT."""
-        self.process.send_signal(signal.SIGCONT)
+        """It goes on."""
+        standstill.resume(self.process.pid)
 
     def __enter__(self) -> Self:
         return self

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from forebay.kvstore.identity import pack_tokens
+from forebay.testing.standstill import pause, resume
 from forebay.workers.api.calls import Call
 from forebay.workers.api.link import WorkerLink
 from forebay.workers.protocol import Sampling, TokenOut
@@ -92,10 +92,10 @@ def test_a_worker_that_was_stopped_and_wakes_is_used_again(tmp_path: Path, worke
     with Front(tmp_path, sockets=tuple(f"{name}.sock" for name in NAMES)) as front:
         front.wait_until(lambda: all(link.able for link in front.fleet.links))
         stopped, link = workers[1].popen.pid, front.fleet.links[1]
-        os.kill(stopped, signal.SIGSTOP)
+        pause(stopped)
         front.wait_until(lambda: not link.able)
         assert link.counters.hangs == 1
-        os.kill(stopped, signal.SIGCONT)
+        resume(stopped)
         front.wait_until(lambda: link.able)
         call = begin(front, 60, 1)
         assert len(tokens_of(front, call)) == 20

@@ -20,6 +20,7 @@ import pytest
 
 from forebay.kvstore.extents import pool_path
 from forebay.testing import web
+from forebay.testing.standstill import pause
 from tests.checkpoints import tiny_qwen3
 from tests.cli.commands import told
 
@@ -223,7 +224,7 @@ def test_a_killed_store_comes_back_with_what_it_had(serving: Serving) -> None:
 
 def test_a_hung_worker_is_replaced(serving: Serving) -> None:
     old = serving.pids()["worker"]
-    os.kill(old, signal.SIGSTOP)
+    pause(old)
     serving.wait("another worker", lambda: serving.pids().get("worker", old) != old, 40)
     serving.wait("health", lambda: serving.health().get("store") == "connected")
     assert cached(serving.complete(PROMPT)) == 144

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -26,6 +25,7 @@ from forebay.kvstore.identity import Namespace, encode_namespace, pack_tokens
 from forebay.kvstore.layout import payload_bytes
 from forebay.kvstore.layout.ownership import split_heads
 from forebay.testing.cluster import Cluster, wait_for
+from forebay.testing.standstill import pause, resume
 from tests.connectors.test_copying import CHUNK, FULL, Engine, engine, fill
 
 TOKENS = tuple(range(1000, 1000 + 2 * CHUNK))
@@ -443,7 +443,7 @@ def test_what_a_slow_store_has_no_place_for_yet_is_copied_aside_and_stored_later
     one, other = rank(cluster, ranks), rank(cluster, ranks, seed=4)
     fill(one.engine, range(CHUNK))
     pid = cluster.processes["store"].pid
-    os.kill(pid, signal.SIGSTOP)
+    pause(pid)
     try:
         one.mover.begin(one.orders(spans=[one.span("w", 0, CHUNK)]))
         one.mover.end(idle=False)
@@ -451,7 +451,7 @@ def test_what_a_slow_store_has_no_place_for_yet_is_copied_aside_and_stored_later
         for cache in one.engine.caches.values():
             cache.zero_()  # the engine has given the blocks to somebody else
     finally:
-        os.kill(pid, signal.SIGCONT)
+        resume(pid)
     one.settled()
     answer = other.ask()
     assert answer is not None and answer.hit == CHUNK
@@ -468,14 +468,14 @@ def test_a_store_that_hangs_for_good_is_given_up_and_comes_back(cluster: Cluster
     one.link.hung_s = 0.2
     fill(one.engine, range(CHUNK))
     pid = cluster.processes["store"].pid
-    os.kill(pid, signal.SIGSTOP)
+    pause(pid)
     try:
         one.mover.begin(one.orders(spans=[one.span("w", 0, CHUNK)]))
         one.mover.end(idle=False)
         one.settled()
         assert not one.link.boot()
     finally:
-        os.kill(pid, signal.SIGCONT)
+        resume(pid)
     wait_for("a new connection", one.link.boot, 30)
     one.link.hung_s = 30
     one.step(one.orders(spans=[one.span("w", 0, CHUNK)]))
@@ -490,13 +490,13 @@ def test_a_store_that_hangs_before_it_knows_a_namespace_is_given_up_and_comes_ba
     one = rank(cluster, ranks)
     one.link.hung_s = 0.2
     pid = cluster.processes["store"].pid
-    os.kill(pid, signal.SIGSTOP)
+    pause(pid)
     try:
         one.link.use(replace_namespace(epoch=1))
         wait_for("the loss", lambda: one.link.losses, 30)
         assert not one.link.boot()
     finally:
-        os.kill(pid, signal.SIGCONT)
+        resume(pid)
     one.link.hung_s = 30
     wait_for("a new connection", one.link.boot, 30)
 

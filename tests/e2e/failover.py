@@ -9,7 +9,6 @@ stream, in whose middle something is done to the worker that has it; its tokens 
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import statistics
 import subprocess
@@ -23,6 +22,7 @@ from time import monotonic
 from typing import Any
 
 from forebay.testing.cluster import Cluster, wait_for
+from forebay.testing.standstill import pause, resume
 from tests.checkpoints import tiny_qwen3
 from tests.e2e.paced import Pace
 from tests.e2e.reference import greedy_reference
@@ -98,7 +98,7 @@ def deed_done(cluster: Cluster, deed: str, name: str) -> Iterator[None]:
     if deed == "kill":
         process.end(signal.SIGKILL)
     elif deed == "stop":
-        os.kill(process.pid, signal.SIGSTOP)
+        pause(process.pid)
     else:
         drain(cluster, name)
     try:
@@ -107,7 +107,7 @@ def deed_done(cluster: Cluster, deed: str, name: str) -> Iterator[None]:
         if deed == "kill":
             cluster.start_worker(name, extra=ONE_THREAD)
         elif deed == "stop":
-            os.kill(process.pid, signal.SIGCONT)
+            resume(process.pid)
         else:
             drain(cluster, name, "--undo")
         both_able(cluster)

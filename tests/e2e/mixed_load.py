@@ -34,6 +34,7 @@ from typing import Any
 from forebay.kvstore.extents import pool_path
 from forebay.testing import web
 from forebay.testing.cluster import Cluster, wait_for
+from forebay.testing.standstill import pause, resume
 from forebay.workers.control import WorkerControl
 from tests.e2e.backends import Files, Peer
 from tests.e2e.book import Book, Entry, write_book
@@ -197,9 +198,9 @@ class Load:
     def stop_worker(self) -> None:
         """SIGSTOP a worker, for a moment or for longer than its front end waits."""
         pid = self.cluster.processes[self.rng.choice(WORKERS)].pid
-        os.kill(pid, signal.SIGSTOP)
+        pause(pid)
         time.sleep(self.rng.choice((0.2, 1.0, 2.5)))
-        os.kill(pid, signal.SIGCONT)
+        resume(pid)
 
     def drain_worker(self) -> None:
         """Drain a worker, and undo it or replace it."""

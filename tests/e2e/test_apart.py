@@ -6,7 +6,6 @@ transformers', token for token; who computed what is read from counters.
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from forebay.testing.cluster import Cluster, wait_for
+from forebay.testing.standstill import pause, resume
 from tests.e2e.failover import ONE_THREAD, pace_of
 from tests.e2e.reference import greedy_reference
 from tests.e2e.streams import Stream
@@ -109,12 +109,12 @@ def test_a_prefill_side_that_stops_in_the_middle_is_done_without(cluster: Cluste
     prompt, watch = fresh(5, 150), Watch(cluster)
     (wanted,) = greedy_reference(cluster.model, [prompt], OUTPUT)
     pid = cluster.processes[PREFILL].pid
-    os.kill(pid, signal.SIGSTOP)
+    pause(pid)
     try:
         assert cluster.complete(FRONT, prompt, OUTPUT).token_ids == wanted
         assert watch.grown("link_resubmitted") >= 1 and watch.grown("tokens_prefilled", DECODE) >= len(prompt)
     finally:
-        os.kill(pid, signal.SIGCONT)
+        resume(pid)
     able(cluster)
 
 

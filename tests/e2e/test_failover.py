@@ -5,13 +5,13 @@ Every answer is transformers', token for token; at most one chunk is computed a 
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 
 import pytest
 
 from forebay.testing.cluster import Cluster, wait_for
+from forebay.testing.standstill import pause, resume
 from tests.e2e import failover
 from tests.e2e.failover import ACT_AT, CHUNK, FRONT, LENGTH, ONE_THREAD, carry_over, drain, holder, prompt_of
 from tests.e2e.paced import Pace
@@ -68,11 +68,11 @@ def test_a_worker_that_wakes_in_mid_stream_adds_nothing_to_it(
     pace.wait()
     name = holder(cluster)
     stopped = cluster.processes[name]
-    os.kill(stopped.pid, signal.SIGSTOP)
+    pause(stopped.pid)
     try:
         wait_for("the other one", lambda: holder(cluster) != name)
     finally:
-        os.kill(stopped.pid, signal.SIGCONT)
+        resume(stopped.pid)
         pace.free()
     assert stream.done() == wanted
     failover.both_able(cluster)

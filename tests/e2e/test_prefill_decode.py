@@ -6,7 +6,6 @@ side's front end is its own orchestrator: it has long prompts computed by the ot
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import pytest
 
 from forebay.testing import web
 from forebay.testing.cluster import Cluster, Process, free_port, wait_for
+from forebay.testing.standstill import pause, resume
 from forebay.tiers.p2p.transfer_params import prefill_request
 from tests.e2e.failover import ONE_THREAD
 from tests.e2e.prompts import sharing_prompts
@@ -172,7 +172,7 @@ def answering(decode: Cluster) -> bool:
 def test_a_prefill_host_whose_worker_stops_in_the_middle_is_done_without(hosts: tuple[Cluster, Cluster]) -> None:
     prefill, decode = hosts
     here, pid = Watch(decode), prefill.processes["worker"].pid
-    os.kill(pid, signal.SIGSTOP)
+    pause(pid)
     try:
         prompt = fresh(3, 150)
         right(decode, prompt)
@@ -180,7 +180,7 @@ def test_a_prefill_host_whose_worker_stops_in_the_middle_is_done_without(hosts: 
         right(decode, fresh(4, 150))
         assert here.grown("split_alone") == 1, "what is known to be gone isn't asked"
     finally:
-        os.kill(pid, signal.SIGCONT)
+        resume(pid)
     prefill.wait_healthy("front", watch=[prefill.processes["worker"]])
     again = Watch(decode)
 

@@ -34,6 +34,7 @@ from forebay.kvstore.client import StoreClient
 from forebay.kvstore.extents import pool_path
 from forebay.kvstore.header import SlotState, decode_header, slot_state
 from forebay.kvstore.protocol import CLIENT_ID_BYTES, REQUESTS, Hello, Row
+from forebay.testing.standstill import pause, resume
 from tests.faults import traffic
 from tests.faults.traffic import BIG, BIG_POSITION_BYTES, TINY, Acknowledged
 
@@ -151,11 +152,17 @@ class Clients:
         self.acknowledgements += noted
         return noted
 
-    def signal(self, number: int) -> None:
-        """Send a signal to all of them."""
+    def pause(self) -> None:
+        """All of them stand still."""
         for process in self.processes:
             if process.poll() is None:
-                process.send_signal(number)
+                pause(process.pid)
+
+    def resume(self) -> None:
+        """All of them go on."""
+        for process in self.processes:
+            if process.poll() is None:
+                resume(process.pid)
 
     def must_live(self) -> None:
         """Raises KillLoopFailed if one has ended by itself."""
@@ -336,7 +343,7 @@ class KillLoop:
 
     def _killed(self, *, tight: bool) -> str:
         """The store is dead: what its pool holds now must be served by the next one."""
-        self.clients.signal(signal.SIGSTOP)
+        self.clients.pause()
         try:
             self.clients.note()
             left = committed_in(self.daemon.pool)
@@ -347,7 +354,7 @@ class KillLoop:
                 raise KillLoopFailed(f"{len(lost)} of {len(left)} chunks of the dead store's pool are not served")
             return f"answered after {self.figures.start_s[-1]:.2f} s; {self._missing(held, tight=tight)}"
         finally:
-            self.clients.signal(signal.SIGCONT)
+            self.clients.resume()
 
     def _missing(self, held: Held, *, tight: bool) -> str:
         """Acknowledged chunks that are gone were evicted before the kill, and can't have been where there is room."""

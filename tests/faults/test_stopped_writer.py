@@ -24,6 +24,7 @@ from forebay.kvstore.client import StoreClient
 from forebay.kvstore.header import granule_checksums
 from forebay.kvstore.identity import GroupGeometry, Namespace
 from forebay.kvstore.protocol import Written
+from forebay.testing.standstill import pause, resume
 from tests.cli.commands import RunningStore
 from tests.kvstore.running import get, payload_of, prompt_of, put
 
@@ -129,13 +130,13 @@ def test_a_stopped_writer_loses_its_chunk_but_not_its_slot(store: RunningStore) 
     store.start("--reservation", "200ms")
     with helper(scribbler, store) as (pid, pipe):
         reserved = len(pipe.recv())
-        os.kill(pid, signal.SIGSTOP)
+        pause(pid)
         store.wait_for(lambda values: values.get("store.reservations_expired", 0) == reserved)
         with StoreClient(str(store.socket)) as client:
             assert put(client, SPEC, VICTIM) == reserved, "its keys are free for others at once"
             assert client.stats().values["host.quarantined_slots"] == reserved
         fill(store)
-        os.kill(pid, signal.SIGCONT)
+        resume(pid)
         fill(store)
         pipe.send("enough")
         assert pipe.recv() == 0, "what was given up can't be committed"
@@ -148,7 +149,7 @@ def test_a_stopped_writer_that_is_killed_leaves_nothing(store: RunningStore) -> 
     store.start("--reservation", "200ms")
     with helper(scribbler, store) as (pid, pipe):
         reserved = len(pipe.recv())
-        os.kill(pid, signal.SIGSTOP)
+        pause(pid)
         store.wait_for(lambda values: values["host.quarantined_slots"] == reserved)
         os.kill(pid, signal.SIGKILL)
         store.wait_for(lambda values: values["host.quarantined_slots"] == values["host.quarantined_bytes"] == 0)
@@ -159,7 +160,7 @@ def test_a_writer_that_sleeps_through_a_restart_of_the_store_spoils_nothing(stor
     with helper(scribbler, store) as (pid, pipe):
         reserved = len(pipe.recv())
         fill(store)
-        os.kill(pid, signal.SIGSTOP)
+        pause(pid)
         kill_store(store)
         store.start()
         with StoreClient(str(store.socket)) as client:
@@ -170,7 +171,7 @@ def test_a_writer_that_sleeps_through_a_restart_of_the_store_spoils_nothing(stor
             client.register(SPEC)
             assert put(client, SPEC, VICTIM) == reserved
         fill(store)
-        os.kill(pid, signal.SIGCONT)
+        resume(pid)
         fill(store)
         pipe.send("enough")
         assert pipe.recv() == "gone"
@@ -186,10 +187,10 @@ def test_a_stopped_reader_finds_out_that_its_lease_has_ended(store: RunningStore
         chunks = put(client, SPEC, VICTIM)
     with helper(reader, store) as (pid, pipe):
         assert pipe.recv() == len(VICTIM)
-        os.kill(pid, signal.SIGSTOP)
+        pause(pid)
         store.wait_for(lambda values: values.get("store.leases_expired", 0) >= 1)
         fill(store)
-        os.kill(pid, signal.SIGCONT)
+        resume(pid)
         pipe.send("read")
         assert pipe.recv() == chunks, "every slot has been given away, and says so"
 
@@ -227,10 +228,10 @@ def stop_in_a_load(store: RunningStore, prompts: list[list[int]]) -> tuple[int, 
             asking.start()
             while asking.is_alive() and client.stats().values["host.promoting_bytes"] == 0:
                 pass
-            os.kill(pid, signal.SIGSTOP)
+            pause(pid)
             if client.stats().values["host.promoting_bytes"] > 0:
                 return pid, asking
-            os.kill(pid, signal.SIGCONT)
+            resume(pid)
             asking.join()
     raise AssertionError("every load was over before the tier's process could be stopped")
 
@@ -260,6 +261,6 @@ def test_a_tier_process_that_was_stopped_when_its_store_died_spoils_nothing(stor
     store.start()
     fill(store)
     with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGCONT)  # it can't write any more: it ends with the store that started it
+        resume(pid)  # it can't write any more: it ends with the store that started it
     store.wait_for(lambda values: values["host.promoting_bytes"] == values["host.quarantined_slots"] == 0)
     fill(store)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from forebay.kvstore.core import Client
 from forebay.kvstore.header import SlotState, granule_checksums
 from forebay.kvstore.limits import Limits
 from forebay.kvstore.protocol import NewChunk, Slot, Written
+from forebay.testing.standstill import pause
 from tests.kvstore.running import Store, get, payload_of, prompt_of
 from tests.kvstore.support import CHUNK, SmallStore, namespace
 
@@ -263,7 +263,7 @@ def test_a_slot_stays_held_over_the_stores_death_while_any_of_its_ranks_may_writ
     ]
     try:
         assert [rank.stdout.readline() for rank in ranks if rank.stdout] == ["reserved\n"] * 2
-        os.kill(ranks[1].pid, signal.SIGSTOP)
+        pause(ranks[1].pid)
         store.stop(signal.SIGKILL)
         ranks[0].kill()
         ranks[0].wait(10)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from forebay.testing.cluster import Cluster
+from forebay.testing.standstill import pause
 from tests.checkpoints import tiny_llama
 from tests.cli.test_serve import Serving, free_port
 from tests.e2e.reference import greedy_reference
@@ -57,7 +58,7 @@ def over_a_killed_rank(serving: Serving, wanted: list[int], number: int = signal
     *_, rank = ranks = children(worker)
     stream = Stream(Front(serving), "front", PROMPT, LENGTH)  # type: ignore[arg-type]
     stream.reach(KILL_AT)
-    os.kill(rank, number)
+    pause(rank) if number == signal.SIGSTOP else os.kill(rank, number)
     seen = len(stream.ids)
     assert stream.done() == wanted and seen < LENGTH, "no token is missing, repeated or another"
     wait_gone([worker, *ranks])
@@ -121,7 +122,7 @@ def test_ranks_end_with_rank_0(crowd: Crowd, model: Path) -> None:
 def test_a_stopped_rank_is_waited_for_so_long_and_no_longer(crowd: Crowd, model: Path) -> None:
     worker, rank = start(crowd, "stopped", model, "--distributed-timeout", "5s")
     in_the_middle(worker)
-    os.kill(rank, signal.SIGSTOP)
+    pause(rank)
     began = time.monotonic()
     with pytest.raises(ConnectionError):
         worker.front.receive_all()

@@ -7,7 +7,6 @@ every shape go on with each other's chunks, from every tier.
 from __future__ import annotations
 
 import os
-import signal
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import torch
 
 from forebay.models.traffic import KINDS
 from forebay.testing.cluster import wait_for
+from forebay.testing.standstill import pause, resume
 from tests import checkpoints
 from tests.e2e.expected import PrefixOracle
 from tests.e2e.reference import greedy_reference
@@ -214,7 +214,7 @@ def test_a_request_that_is_cancelled_while_ranks_load_it_holds_nothing(case: Sha
     case.alone.front.settle()
     worker, stopped = case.sharing, children(case.sharing.pid)[-1]
     worker.front.settle()
-    os.kill(stopped, signal.SIGSTOP)
+    pause(stopped)
     try:
         orders = figures(worker)["ranks.orders"]
         worker.front.generate("left", prompt, 64)
@@ -222,7 +222,7 @@ def test_a_request_that_is_cancelled_while_ranks_load_it_holds_nothing(case: Sha
         worker.front.cancel("left")
         wait_for("the news", lambda: figures(worker).get("requests.cancelled", 0) > 0)
     finally:
-        os.kill(stopped, signal.SIGCONT)
+        resume(stopped)
     finished = worker.front.wait("left").finished
     assert finished is not None and finished.reason == "cancelled"
 

@@ -19,6 +19,7 @@ import pytest
 import uvloop
 
 from forebay.errors import AlreadyRunning, ConfigError, ForebayError, NoSpace, NotWritable, ResourceError
+from forebay.testing.standstill import pause
 from forebay.tiers.base import ClearScope, LoadJob, StoreJob, TierChange
 from forebay.tiers.host import HostLimits, TierHost
 from forebay.tiers.supervise import Patience
@@ -39,7 +40,7 @@ def test_a_hung_process_is_killed_and_its_jobs_end_only_after_its_death(
 ) -> None:
     async def scenario() -> None:
         async with hosted(pool, "memory") as w:
-            os.kill(w.suspect, signal.SIGSTOP)
+            pause(w.suspect)
             w.host.store([w.store_job(1, make_chunk())])
             w.host.load([w.load_job(2, make_chunk())])
             await asyncio.sleep(0.3)
@@ -195,7 +196,7 @@ def test_stop_kills_a_process_that_does_not_listen(pool: Pool) -> None:
     async def scenario() -> None:
         patience = Patience(stop_s=0.3, hang_s=60.0)
         async with hosted(pool, "memory", patience=patience) as w:
-            os.kill(w.suspect, signal.SIGSTOP)
+            pause(w.suspect)
             await w.host.stop()
             assert not process_exists(w.suspect)
 
@@ -242,7 +243,7 @@ def test_a_process_that_reads_nothing_fills_a_bounded_buffer_and_blocks_nobody(p
     async def scenario() -> None:
         limits = HostLimits(out_bytes=100_000)
         async with hosted(pool, "memory", limits=limits, patience=Patience(hang_s=60, stop_s=0.1)) as w:
-            os.kill(w.suspect, signal.SIGSTOP)
+            pause(w.suspect)
             queries = [numbered(i).query() for i in range(100)]
             began = time.monotonic()
             answers = await asyncio.gather(*[w.host.lookup(queries, 0.2) for _ in range(200)])
@@ -544,7 +545,7 @@ def test_the_process_dies_with_its_parent(stopped: bool) -> None:
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     if stopped:
-        os.kill(pid, signal.SIGSTOP)  # a process that can't read its socket's end of file
+        pause(pid)  # a process that can't read its socket's end of file
     parent.kill()
     parent.wait()
     parent.stdout.close()

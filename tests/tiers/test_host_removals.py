@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from pathlib import Path
 
 import pytest
 
+from forebay.testing.standstill import pause
 from forebay.tiers.host import HostLimits
 from tests.tiers.hosting import ODD, hosted
 from tests.tiers.support import Pool, make_chunk, numbered
@@ -22,7 +21,7 @@ def test_what_a_process_was_told_to_forget_and_died_before_is_forgotten_by_the_n
         async with hosted(pool, "fs", {"directory": str(tmp_path)}) as w:
             w.host.store([w.store_job(1, chunk), w.store_job(2, other)])
             await w.until(lambda: len(w.results) == 2)
-            os.kill(w.suspect, signal.SIGSTOP)
+            pause(w.suspect)
             w.host.forget([chunk.id], "cleared")
             assert w.host.statistics()["host.forgets_pending"] == 1
             await w.kill_and_wait()
@@ -40,7 +39,7 @@ def test_what_a_living_process_leaves_unforgotten_is_bounded(pool: Pool, tmp_pat
             chunks = [numbered(i) for i in range(8)]
             w.host.store([w.store_job(i, chunk) for i, chunk in enumerate(chunks)])
             await w.until(lambda: len(w.results) == 8)
-            os.kill(w.suspect, signal.SIGSTOP)
+            pause(w.suspect)
             for chunk in chunks[1:]:
                 w.host.forget([chunk.id], "cleared")
                 assert w.host.statistics()["host.forgets_pending"] <= 4

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from forebay.testing.cluster import Cluster
+from forebay.testing.standstill import pause, resume
 from tests.vllm.conftest import server
 from tests.vllm.prompts import TOLERANCE, Prompt, distance, longest_hit, sharing
 from tests.vllm.servers import Engine, Reply, running, settle, wait
@@ -113,7 +114,7 @@ def test_a_store_that_hangs_delays_nothing_for_long(qwen: Cluster, tight: Engine
     settle(qwen)
     store = qwen.processes["store"].popen
     assert store is not None
-    store.send_signal(signal.SIGSTOP)
+    pause(store.pid)
     try:
         began = time.monotonic()
         for other in others:
@@ -121,6 +122,6 @@ def test_a_store_that_hangs_delays_nothing_for_long(qwen: Cluster, tight: Engine
         # A lookup is given up after its deadline and a second; after that nobody asks.
         assert time.monotonic() - began < 60
     finally:
-        store.send_signal(signal.SIGCONT)
+        resume(store.pid)
     wait("a hit after it", lambda: _hits(tight, prompt))
     settle(qwen)

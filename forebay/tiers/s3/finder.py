@@ -172,26 +172,27 @@ class Finder:
             self._asked(chunk)
             self.wake()
 
-    def look(self, chunk: ChunkId) -> Sighting | None:
-        """Ask the bucket and remember the answer. Blocks."""
+    def look(self, chunk: ChunkId) -> None:
+        """Ask the bucket and remember the answer, unless something newer was said meanwhile. Blocks."""
+        self.sightings.ask(chunk)
         try:
             seen = see_front(self.holdings.bucket, self.codec, self.names.chunk(chunk), chunk).sighting
         except CannotDecode:
             self.counts["fronts_undecodable"] += 1
             self.sightings.missing(chunk)
-            return None
+            return
         except CorruptChunk:
             self.counts["fronts_corrupt"] += 1
             self.sightings.missing(chunk)
-            return None
+            return
         except RequestFailed as failure:
             sure = failure.kind in (Kind.MISSING, Kind.RANGE)
             self.counts["fronts_missing" if sure else "fronts_failed"] += 1
             self.sightings.missing(chunk, None if sure else UNSURE_S)
-            return None
+            return
         self.counts["fronts_found"] += 1
-        self.sightings.found(chunk, seen)
-        return seen
+        if not self.sightings.answered(chunk, seen):
+            self.counts["fronts_outdated"] += 1  # a lookup that still waits has it asked for again
 
     def _asked(self, chunk: ChunkId) -> None:
         with self._lock:

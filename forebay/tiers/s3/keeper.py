@@ -18,6 +18,7 @@ from forebay.tiers.s3.failures import RequestFailed
 from forebay.tiers.s3.holdings import Holdings
 from forebay.tiers.s3.learner import Learner
 from forebay.tiers.s3.names import Names
+from forebay.tiers.s3.sightings import Sightings
 from forebay.tiers.s3.sweep import Sweeper
 
 log = logging.getLogger("forebay.tier.s3")
@@ -34,11 +35,12 @@ class Keeper:
     """Runs until `close`. `kick` makes it look at once. `trial` is the name of an object that isn't there."""
 
     def __init__(
-        self, holdings: Holdings, names: Names, doomed: Doomed, learner: Learner, sweeper: Sweeper, outbox: Outbox,
-        state: State | None, trial: str,
+        self, holdings: Holdings, names: Names, sightings: Sightings, doomed: Doomed, learner: Learner,
+        sweeper: Sweeper, outbox: Outbox, state: State | None, trial: str,
     ) -> None:  # fmt: skip
         self._holdings = holdings
         self._names = names
+        self._sightings = sightings
         self._doomed = doomed
         self._learner = learner
         self._sweeper = sweeper
@@ -144,7 +146,12 @@ class Keeper:
             free = [name for name in names if name in self._doomed and (chunks[name] is None or chunks[name] in mine)]
             failed = set(self._holdings.bucket.delete(free)) if free else set()
             for name in free:
-                self._doomed.put_back(name) if name in failed else self._doomed.gone(name)
+                if name in failed:
+                    self._doomed.put_back(name)
+                    continue
+                if (chunk := chunks[name]) is not None:
+                    self._sightings.forget(chunk)  # what was seen of it before is hidden no longer
+                self._doomed.gone(name)
         self.counts["doomed_deleted"] += len(free) - len(failed)
         for name in free:
             if name not in failed:

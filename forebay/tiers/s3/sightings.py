@@ -47,7 +47,11 @@ class _Row:
 
 
 class Sightings:
-    """Methods may be called from any thread and never block. The least recently used rows leave first."""
+    """Methods may be called from any thread and never block. The least recently used rows leave first.
+
+    Who asks the bucket says so before (`ask`) and after (`answered`). What was said of the chunk in between is newer
+    than the answer, which may be of a moment before the object was deleted: it's dropped then.
+    """
 
     def __init__(self, rows_max: int, found_s: float, missing_s: float, clock: Callable[[], float]) -> None:
         self._rows_max = rows_max
@@ -56,6 +60,7 @@ class Sightings:
         self._clock = clock
         self._rows: OrderedDict[ChunkId, _Row] = OrderedDict()
         self._segments: dict[str, set[ChunkId]] = {}
+        self._asked: set[ChunkId] = set()
         self._lock = threading.Lock()
         self.pushed_out = 0
 
@@ -85,11 +90,23 @@ class Sightings:
             row = self._rows.get(chunk)
             return row is not None and not row.sure
 
+    def ask(self, chunk: ChunkId) -> None:
+        """The bucket is about to be asked, by one at a time."""
+        with self._lock:
+            self._asked.add(chunk)
+
+    def answered(self, chunk: ChunkId, sighting: Sighting) -> bool:
+        """It was there when the bucket answered. False if that isn't the last word any more, and was dropped."""
+        with self._lock:
+            last = chunk in self._asked
+            if last:
+                self._found(chunk, sighting)
+            return last
+
     def found(self, chunk: ChunkId, sighting: Sighting) -> None:
         """It is there. What is in a segment is known until that is found missing."""
         with self._lock:
-            until = float("inf") if sighting.segment else self._clock() + self._found_s
-            self._put(chunk, _Row(sighting, until))
+            self._found(chunk, sighting)
 
     def missing(self, chunk: ChunkId, seconds: float | None = None) -> None:
         """It isn't, for so long as that is believed. With `seconds` it isn't known, and counts as missing for those."""
@@ -100,6 +117,7 @@ class Sightings:
     def forget(self, chunk: ChunkId) -> None:
         """Whether it is there isn't known any more."""
         with self._lock:
+            self._asked.discard(chunk)
             self._remove(chunk)
 
     def segment_gone(self, segment: str) -> None:
@@ -113,12 +131,18 @@ class Sightings:
         return segment in self._segments
 
     def forget_if(self, true: Callable[[Sighting], bool]) -> None:
-        """Forget sightings of which this is true."""
+        """Forget sightings of which this is true. It may be of any answer that is under way."""
         with self._lock:
+            self._asked.clear()
             for chunk in [c for c, row in self._rows.items() if row.found is not None and true(row.found)]:
                 self._remove(chunk)
 
+    def _found(self, chunk: ChunkId, sighting: Sighting) -> None:
+        until = float("inf") if sighting.segment else self._clock() + self._found_s
+        self._put(chunk, _Row(sighting, until))
+
     def _put(self, chunk: ChunkId, row: _Row) -> None:
+        self._asked.discard(chunk)
         self._remove(chunk)
         if len(self._rows) >= self._rows_max:
             self.pushed_out += 1

@@ -44,6 +44,8 @@ class Sweeper:
             self._walk = self._walk or self._sweep(clear)
             if next(self._walk, self) is self:
                 self._walk = None
+                # What was only hidden until now comes back if others have deleted it.
+                self._sightings.forget_if(lambda s: clear.covers(s.namespace, s.tenant, s.start, s.modified))
                 self._clears.done(clear)
                 self.counts["sweeps"] += 1
         except RequestFailed:

@@ -122,7 +122,7 @@ class S3Tier(SecondaryTier):
         self._writers = WorkPool("s3-write", options.write_threads, options.write_queue_bytes)
         self._lookers = WorkPool("s3-look", options.lookup_threads, PROBES_MAX * FRONT_BYTES)
         self._keeper = Keeper(
-            holdings, names, doomed, learner, self._sweeper, self._outbox, self._memory.state, trial
+            holdings, names, seen, doomed, learner, self._sweeper, self._outbox, self._memory.state, trial
         )
         self._keeper.start()
 

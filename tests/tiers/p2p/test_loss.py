@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from forebay.testing.standstill import pause, resume
 from tests.kvstore.support import CHUNK
 from tests.tiers.p2p.conftest import MakeStore
 from tests.tiers.p2p.stores import CHUNKS, TOKENS
@@ -36,7 +37,7 @@ def test_a_source_that_hangs_is_a_miss_within_the_deadline_and_soon_not_even_ask
     a.fill_when_ready(TOKENS)
     b.sees("a")
     pid = a.tier_pid
-    os.kill(pid, signal.SIGSTOP)
+    pause(pid)
     try:
         for serial in range(4):
             began = time.monotonic()
@@ -44,7 +45,7 @@ def test_a_source_that_hangs_is_a_miss_within_the_deadline_and_soon_not_even_ask
             assert time.monotonic() - began < 3
         b.until_tier(lambda v: v["peers_up"] == 0)
     finally:
-        os.kill(pid, signal.SIGCONT)
+        resume(pid)
     b.sees("a")
     b.until(lambda v: b.lookup(TOKENS).hit == len(TOKENS))
 
@@ -63,7 +64,7 @@ def test_a_source_that_goes_in_the_middle_of_transfers_costs_the_rest_alone(
     pid = a.tier_pid
     with b.looking_up(long, deadline_ms=4000) as answer:
         b.until(lambda v: v.get("tier.p2p.loads_ok", 0) >= 3)
-        os.kill(pid, sign)
+        pause(pid) if sign == signal.SIGSTOP else os.kill(pid, sign)
         try:
             found = answer()
             hit = b.lookup(long, deadline_ms=0).hit
@@ -71,7 +72,7 @@ def test_a_source_that_goes_in_the_middle_of_transfers_costs_the_rest_alone(
             b.until_tier(lambda v: v["loads_running"] == 0 and v["load_queue_bytes"] == 0)
         finally:
             if sign == signal.SIGSTOP:
-                os.kill(pid, signal.SIGCONT)
+                resume(pid)
     a.until(lambda v: v.get("tier.p2p.source.connected", 0) == 1)
     b.sees("a")
     b.until(lambda v: b.lookup(long).hit == len(long))

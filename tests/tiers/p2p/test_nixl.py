@@ -8,6 +8,7 @@ import signal
 
 import pytest
 
+from forebay.testing.standstill import pause, resume
 from tests.kvstore.support import CHUNK
 from tests.tiers.p2p.conftest import MakeStore
 from tests.tiers.p2p.stores import TOKENS
@@ -59,10 +60,10 @@ def test_a_source_that_dies_or_hangs_is_a_miss_within_the_deadline(make_store: M
     b.until_tier(lambda v: v["nixl_peers"] == 1)
     assert b.lookup(TOKENS[:CHUNK]).hit == CHUNK
     pid = a.tier_pid
-    os.kill(pid, sign)
+    pause(pid) if sign == signal.SIGSTOP else os.kill(pid, sign)
     try:
         assert b.lookup(TOKENS, deadline_ms=2000).hit == CHUNK
     finally:
         if sign == signal.SIGSTOP:
-            os.kill(pid, signal.SIGCONT)
+            resume(pid)
     b.until(lambda v: b.lookup(TOKENS).hit == len(TOKENS), 30)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from forebay.errors import AlreadyRunning
 from forebay.testing.buckets import Server
 from forebay.tiers.base import ClearScope
+from forebay.tiers.s3 import finder
+from forebay.tiers.s3.finder import FrontSeen, see_front
 from forebay.tiers.s3.names import Names, segment_name
 from forebay.tiers.s3.segment import FRONT_BYTES, Piece, build
 from tests.tiers.s3.conftest import MakeRig
@@ -459,6 +463,50 @@ def test_a_clear_reaches_what_other_daemons_have_stored(make_rig: MakeRig, seawe
     assert all(two.serves(chunk) for chunk in others)
     assert not any(one.serves(chunk) for chunk in ours) and all(one.serves(chunk) for chunk in others)
     assert len(one.objects()) == 2
+
+
+def test_an_answer_that_comes_after_the_clear_is_not_believed(
+    make_rig: MakeRig, seaweed: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A front is read, then the clear deletes its object and ends, and only then the answer is written down."""
+    one, chunk = make_rig(seaweed, pack_below_bytes=0), numbered(1)
+    two = one.again()
+    store_together(one, [chunk])
+    read, cleared = threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> FrontSeen:
+        seen = see_front(*args)
+        read.set()
+        assert cleared.wait(30)
+        return seen
+
+    monkeypatch.setattr(finder, "see_front", slow)
+    assert [found.outcome for found in two.engine.lookup_once([chunk.query()])] == ["retry"]
+    assert read.wait(30)
+    two.engine.clear(chunk.header.namespace)
+    two.until(lambda: two.value("sweeps") == 1 and not one.objects(), "the clear to end")
+    cleared.set()
+    two.until(lambda: two.value("fronts_outdated") == 1, "the late answer")
+    assert not two.has(chunk)
+
+
+def test_what_was_seen_of_an_object_that_a_clear_could_not_delete_at_once_goes_with_it(
+    make_rig: MakeRig, seaweed: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, chunk = make_rig(seaweed, pack_below_bytes=0), numbered(1)
+    two = one.again()
+    store_together(one, [chunk])
+    sweep = two.tier._sweeper.step
+    with two.tier._holdings.locks.hold(chunk.id):  # as if it were being stored at this moment
+        monkeypatch.setattr(two.tier._sweeper, "step", lambda: False)
+        two.engine.clear(chunk.header.namespace)
+        assert not two.has(chunk) and two.value("fronts_found") == 1, "seen, and hidden by the clear"
+        monkeypatch.setattr(two.tier._sweeper, "step", sweep)
+        two.tier._keeper.kick()
+        two.until(lambda: two.value("sweeps") == 1, "the clear to end")
+        assert one.objects() and two.value("doomed") == 1 and not two.has(chunk)
+    rested(two)
+    assert not one.objects() and not two.has(chunk)
 
 
 def test_a_clear_is_done_when_nothing_is_left_that_a_new_process_would_find(make_rig: MakeRig, seaweed: Server) -> None:

@@ -346,6 +346,22 @@ def test_an_answer_is_kept_long_enough_to_be_read_even_if_nothing_is_to_be_belie
     assert seen.get(ChunkId(0, KEY)) == (True, None)
 
 
+def test_an_answer_of_before_a_chunk_was_forgotten_is_not_believed() -> None:
+    seen, chunk = Sightings(100, 60, 60, Clock()), ChunkId(0, KEY)
+    newer = (
+        lambda: seen.forget(chunk), lambda: seen.forget_if(lambda _: True), lambda: seen.missing(chunk),
+        lambda: seen.found(chunk, sighting(modified=2.0)),
+    )  # fmt: skip
+    for says in newer:
+        seen.forget(chunk)
+        seen.ask(chunk)
+        says()
+        said = seen.get(chunk)
+        assert not seen.answered(chunk, sighting()) and seen.get(chunk) == said
+    seen.ask(chunk)
+    assert seen.answered(chunk, sighting()) and seen.get(chunk) == (True, sighting())
+
+
 def test_the_table_of_sightings_has_a_cap_and_the_least_recently_used_leave() -> None:
     seen = Sightings(10, 60, 60, Clock())
     for group in range(10):
