@@ -165,6 +165,16 @@ async def started(daemon: InProcessDaemon) -> asyncio.Task[int]:
     return run
 
 
+async def whole(daemon: InProcessDaemon) -> asyncio.Task[int]:
+    """Start a store and wait until all of its pool is there: what may be copied to tiers at a time is a share of it."""
+    run = await started(daemon)
+    until = asyncio.get_running_loop().time() + SETTLE_S
+    while len(daemon.service.core.place.slots.extents) < daemon.config.extents:
+        assert asyncio.get_running_loop().time() < until, "the pool did not grow"
+        await asyncio.sleep(0.005)
+    return run
+
+
 def payload(key: bytes, tokens: int) -> bytes:
     """The bytes that belong under a key of SPEC."""
     return random.Random(key).randbytes(SPEC.groups[0].granule_bytes * (tokens // 16))

@@ -24,7 +24,7 @@ from forebay.kvstore.header import granule_checksums
 from forebay.kvstore.identity import Namespace
 from forebay.kvstore.protocol import ChunkRead, Found, Written
 from tests.faults.calls import Calls, Fault
-from tests.faults.inprocess import SPEC, InProcessDaemon, ThreadChild, config, pull, push, settled, started
+from tests.faults.inprocess import SPEC, InProcessDaemon, ThreadChild, config, pull, push, settled, whole
 from tests.kvstore.running import get, payload_of, prompt_of, put
 from tests.kvstore.support import CHUNK, namespace
 from tests.kvstore.test_daemon_files import FileStore, look
@@ -191,7 +191,7 @@ def test_a_slot_that_a_tier_may_still_be_writing_is_given_to_nobody(tmp_path: Pa
 async def _a_late_load(folder: Path) -> None:
     (folder / "pool").mkdir()
     daemon = InProcessDaemon(config(folder))
-    ended = await started(daemon)
+    ended = await whole(daemon)
     core, tokens = daemon.service.core, [5] * 64
     async with connected(folder) as client:
         await push(client, tokens)
@@ -241,18 +241,19 @@ def test_requests_that_hold_what_each_other_needs_all_get_answers(tmp_path: Path
 async def _everybody_holds(folder: Path) -> None:
     (folder / "pool").mkdir()
     daemon = InProcessDaemon(config(folder))
-    ended = await started(daemon)
+    ended = await whole(daemon)
     prompts = [[number] * 64 for number in range(10)]
     async with connected(folder) as first, connected(folder) as second:
         for tokens in prompts:
-            await push(first, tokens)
+            assert await push(first, tokens) == 2
             await settled(daemon.service)
+        core = daemon.service.core
+        assert core.counters.values["tier.fs.stored"] == 20, "all of them are in files too"
         held = []
         for client, mine in ((first, prompts[:5]), (second, prompts[5:])):
             for tokens in mine:
                 found = await lookup(client, tokens, 300)
                 held.append((client, found.lease))
-        core = daemon.service.core
         assert sum(entry.pins > 0 for entry in core.table) > len(core.table) / 2, "most of the pool is pinned"
         asked = [lookup(client, tokens, 300) for client in (first, second) for tokens in prompts]
         answers = await asyncio.wait_for(asyncio.gather(*asked), 30)
@@ -286,7 +287,7 @@ def test_lookups_that_wait_for_a_slow_tier_wait_side_by_side(tmp_path: Path) -> 
 async def _waiting_together(folder: Path) -> None:
     (folder / "pool").mkdir()
     daemon = InProcessDaemon(config(folder))
-    ended = await started(daemon)
+    ended = await whole(daemon)
     async with connected(folder) as client:
         await push(client, [5] * 64)
         await settled(daemon.service)
