@@ -104,7 +104,7 @@ def test_a_hung_worker_is_left_when_its_heartbeats_stop(halting: Front, path: Pa
     hung.mute = True
     began = time.monotonic()
     halting.wait_until(lambda: not halting.fleet.connected)
-    assert 1.0 < time.monotonic() - began < 3.0
+    assert 1.0 < time.monotonic() - began < 10.0
     assert halting.get("/health").status_code == 503
     halting.replace_worker(ScriptedWorker(path))
     reader.done()

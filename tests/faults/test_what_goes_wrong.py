@@ -298,11 +298,11 @@ async def _waiting_together(folder: Path) -> None:
         with Calls((folder / "files",), Fault("preadv", 0, "hang")) as calls:
             ThreadChild.unhang = staticmethod(calls.release)
             began = loop.time()
-            waiting = [asyncio.create_task(lookup(client, [5] * 64, 1000)) for _ in range(40)]
+            waiting = [asyncio.create_task(lookup(client, [5] * 64, 3000)) for _ in range(40)]
             await asyncio.sleep(0.05)
             assert (await pull(client, [6] * 64)).hit == 64
-            assert loop.time() - began < 0.9 and not any(task.done() for task in waiting)
-            answers = await asyncio.wait_for(asyncio.gather(*waiting), 20)  # one after another would take 40 s
+            assert loop.time() - began < 2.7 and not any(task.done() for task in waiting)
+            answers = await asyncio.wait_for(asyncio.gather(*waiting), 60)  # one after another would take 120 s
             assert {answer.hit for answer in answers} <= {0, 32}
             calls.release()
             client.release([answer.lease for answer in answers])

@@ -247,7 +247,7 @@ def test_a_process_that_reads_nothing_fills_a_bounded_buffer_and_blocks_nobody(p
             queries = [numbered(i).query() for i in range(100)]
             began = time.monotonic()
             answers = await asyncio.gather(*[w.host.lookup(queries, 0.2) for _ in range(200)])
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < 20, "one after another would take 40 s"
             assert {found.outcome for answer in answers for found in answer} == {"retry"}
             assert w.host.statistics()["host.out_bytes"] <= 100_000
             assert w.host.statistics()["host.requests_refused"] > 0
@@ -413,7 +413,7 @@ def test_a_lookup_that_takes_too_long_is_retry(pool: Pool) -> None:
             assert (await w.host.lookup([make_chunk().query()] * 3, 0.3)) == [
                 *await w.host.lookup([make_chunk().query()] * 3, 0.1)
             ]
-            assert 0.3 <= time.monotonic() - began < 2
+            assert 0.3 <= time.monotonic() - began < 10
 
     asyncio.run(scenario())
 

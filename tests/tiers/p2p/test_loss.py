@@ -42,7 +42,7 @@ def test_a_source_that_hangs_is_a_miss_within_the_deadline_and_soon_not_even_ask
         for serial in range(4):
             began = time.monotonic()
             assert b.lookup([*TOKENS[:CHUNK], *[serial] * CHUNK], deadline_ms=1000).hit == 0
-            assert time.monotonic() - began < 3
+            assert time.monotonic() - began < 10
         b.until_tier(lambda v: v["peers_up"] == 0)
     finally:
         resume(pid)

@@ -56,7 +56,7 @@ def test_a_transfer_that_goes_on_for_ever_is_given_up_in_time_and_said_to_be_dan
         agent.read_soon("peer", 4096, memory, began + 0.1, 5.0).result(30)
     with pytest.raises(Unfenced):
         agent.read_soon("peer", 4096, memory, began + 60, 0.1).result(30)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     assert agent._agent.released == 2 == agent.counts["given_up"]
     with pytest.raises(TooLate):
         agent.read_soon("peer", 4096, memory, began, 0.1).result(30)

@@ -76,7 +76,7 @@ def test_silence_in_the_middle_of_a_chunk_is_a_miss_in_time(setting: Setting) ->
     streams.weather = Weather(silent=True)
     began = time.monotonic()
     result = asker.driver.results_of([job])[job.id]
-    assert not result.ok and time.monotonic() - began < DEADLINE_S + 1.0
+    assert not result.ok and time.monotonic() - began < DEADLINE_S + 10.0
     at = job.payload_offset
     asker.driver.pool.memory[at : at + job.capacity] = b"\x11" * job.capacity  # the slot is another's now
     passed = streams.counts["bytes"]

@@ -64,7 +64,7 @@ def test_a_server_that_stands_still_costs_a_load_its_deadline_and_nothing_is_wri
         began = time.monotonic()
         rig.engine.begin([job])
         result = rig.results_of([job])[job.id]
-        assert not result.ok and time.monotonic() - began < 4
+        assert not result.ok and time.monotonic() - began < 20
         at = job.payload_offset
         rig.pool.memory[at : at + job.capacity] = b"\x11" * job.capacity  # the slot is another's now
         assert rig.value("nixl_given_up") == 1 and rig.value("nixl_stuck_bytes") > 0
