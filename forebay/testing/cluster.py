@@ -28,7 +28,7 @@ from forebay.parent import PARENT_VARIABLE
 from forebay.testing import web
 
 START_S = 120.0
-SETTLE_S = 30.0
+SETTLE_S = 60.0
 STARTING_S = 0.05
 """How often a starting front end is asked: each answer takes from what its worker needs to start."""
 

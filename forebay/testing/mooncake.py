@@ -22,7 +22,7 @@ from forebay.tiers.mooncake.library import IBVERBS
 from forebay.tiers.mooncake.options import Address, mooncake_options
 from forebay.tiers.mooncake.remote import Remote, route_to
 
-START_S = 20.0
+START_S = 60.0
 
 
 def why_not() -> str:

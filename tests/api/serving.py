@@ -26,7 +26,7 @@ from tests.api.codec import ByteCodec, LineChat
 from tests.api.scripted import ScriptedWorker
 
 T = TypeVar("T")
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @dataclass

@@ -157,7 +157,7 @@ class Host:
         self._server.close()
 
     async def until(self, true: Callable[[], bool]) -> None:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while not true():
             assert time.monotonic() < end
             await asyncio.sleep(0.01)

@@ -92,7 +92,7 @@ class PeerWorld(World):
             proxy.weather = CALM
 
     def left_behind(self) -> list[str]:
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while (self.host.source.lent or self.host.source.rooms) and time.monotonic() < until:
             time.sleep(0.02)
         source = self.host.source

@@ -133,7 +133,7 @@ def test_a_large_snapshot_is_made_in_slices_while_publishing_goes_on(raw: Raw) -
             publisher.publish([stored()], 0.0)
         dealer = raw.dealer(publisher)
         dealer.send_multipart([b"", bytes(8)])
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         polls = 0
         messages: list[list[bytes]] = []
         while not messages or messages[-1][2] != END:
@@ -214,7 +214,7 @@ def test_garbage_on_the_replay_socket_is_ignored_and_counted(raw: Raw, frames: l
         publisher.publish([stored()], 0.0)
         dealer = raw.dealer(publisher)
         dealer.send_multipart(frames)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while publisher.stats().replay_garbage == 0 and time.monotonic() < deadline:
             publisher.poll_replay()
             time.sleep(0.005)
@@ -255,7 +255,7 @@ def test_a_consumer_that_does_not_take_its_replay_is_given_up(raw: Raw) -> None:
         dealer = raw.dealer(publisher, rcvhwm=1, rcvbuf=4096)
         dealer.send_multipart([b"", bytes(8)])
         publisher.tick(100.0)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while publisher.stats().replays == 0 and time.monotonic() < deadline:
             publisher.poll_replay()
         for _ in range(200):

@@ -128,7 +128,7 @@ class House:
             threads.append(threading.Thread(target=serve, args=(self.relay.turn,)))
         for thread in threads:
             thread.start()
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while not done() and time.monotonic() < until:
             for name, subscriber in self.subscribers.items():
                 while (received := subscriber.receive(0.02)) is not None:

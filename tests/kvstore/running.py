@@ -50,7 +50,7 @@ class Store:
 
     def start(self) -> None:
         self.process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(self.socket), str(MEMORY)])
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while True:
             assert self.process.poll() is None and time.monotonic() < until, "the store did not start"
             try:

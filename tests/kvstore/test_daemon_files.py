@@ -35,7 +35,7 @@ class FileStore(Store):
             [sys.executable, "-m", "forebay", "store", "--socket", str(self.socket), "--memory", self.memory,
              "--extent", "2MiB", "--fs", str(self.files), "--fs-quota", "64MiB"],
         )  # fmt: skip
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while True:
             assert self.process.poll() is None and time.monotonic() < until, "the store did not start"
             try:
@@ -47,7 +47,7 @@ class FileStore(Store):
 
     def settled(self) -> dict[str, float]:
         """Figures once every copy to the files has ended."""
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while time.monotonic() < until:
             with StoreClient(self.address, maps=False) as client:
                 values = client.stats().values

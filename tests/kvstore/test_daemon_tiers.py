@@ -40,7 +40,7 @@ class TierStore(Store):
         )
         self.until(lambda values: True)
 
-    def until(self, true: Callable[[dict[str, float]], bool], seconds: float = 20.0) -> dict[str, float]:
+    def until(self, true: Callable[[dict[str, float]], bool], seconds: float = 60.0) -> dict[str, float]:
         """The first figures of which this is true."""
         until = time.monotonic() + seconds
         values: dict[str, float] = {}

@@ -28,7 +28,7 @@ from tests.kvstore.support import CHUNK, SmallStore, namespace
 
 SPEC = Namespace(b"weights", (GroupGeometry("full", "full", (0, 1), 2, 64, "float32"),), chunk_tokens=32)
 SECRETS = {"alice": b"a" * 32, "bob": b"b" * 32}
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class RunningStore:

@@ -43,7 +43,7 @@ class Watched:
         at = self.pool.slot(len(chunk.payload))
         return LoadJob(number, chunk.id, 0, at, len(chunk.payload), deadline_s)
 
-    async def until(self, true: Callable[[], bool], timeout_s: float = 15.0) -> None:
+    async def until(self, true: Callable[[], bool], timeout_s: float = 60.0) -> None:
         end = time.monotonic() + timeout_s
         while not true():
             assert time.monotonic() < end, "waited too long"

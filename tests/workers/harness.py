@@ -35,7 +35,7 @@ from tests.workers.fake_store import FakeStore
 CHUNK = 32
 
 
-def wait_until(what: str, ready: Callable[[], Any], timeout_s: float = 20.0) -> None:
+def wait_until(what: str, ready: Callable[[], Any], timeout_s: float = 60.0) -> None:
     """Poll until `ready`."""
     end = time.monotonic() + timeout_s
     while not ready():
@@ -164,7 +164,7 @@ class Harness:
     def disconnect(self, connection: int) -> None:
         self.parts.inbox.put(Disconnected(connection))
 
-    def wait(self, key: RequestKey, timeout_s: float = 20.0) -> Answer:
+    def wait(self, key: RequestKey, timeout_s: float = 60.0) -> Answer:
         with self._heard:
             assert self._heard.wait_for(lambda: self.answers[key].finished is not None, timeout_s), key
         return self.answers[key]

@@ -25,7 +25,7 @@ from forebay.tiers.mooncake.work import SPARES_MAX, BatchPool
 from forebay.tiers.timers import Timers
 from tests.tiers.mooncake.conftest import SharedPool
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def chunk(number: int) -> ChunkId:

@@ -45,7 +45,7 @@ class P2pConformance(TierConformance):
     def host(self) -> Iterator[Host]:
         made = Host("peer", bulk=self.bulk)
         yield made
-        until = time.monotonic() + 5
+        until = time.monotonic() + 60
         while (made.source.lent or made.source.rooms) and time.monotonic() < until:
             time.sleep(0.01)
         assert made.source.lent == 0 and not made.source.rooms, "nothing stays lent or reserved"
