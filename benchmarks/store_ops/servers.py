@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 
 from forebay.errors import StoreUnavailable
 from forebay.kvstore.client import StoreClient
+from forebay.testing.ports import free_port
 
 START_S = 120.0
 
@@ -97,7 +97,7 @@ class LMCache:
 
     def bench(self, tokens: int, shape: str, requests: int) -> dict[str, dict[str, float]]:
         """Figures of its benchmark in milliseconds, by operation (cold_lookup, warm_lookup, cold_store, ...)."""
-        rpc, http = _free_port(), _free_port()
+        rpc, http = free_port(), free_port()
         with tempfile.TemporaryDirectory(prefix="lmcache-") as folder:
             log, out = Path(folder) / "log", Path(folder) / "out.json"
             server = [
@@ -141,9 +141,3 @@ def _wait_for_http(port: int, process: subprocess.Popen[bytes], log: Path) -> No
         except OSError:
             time.sleep(0.2)
     raise AssertionError(f"LMCache's server did not get ready: {log.read_text()[-2000:]}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

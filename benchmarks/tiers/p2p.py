@@ -32,6 +32,7 @@ from forebay.kvstore.header import granule_checksums
 from forebay.kvstore.identity import GroupGeometry, Namespace, chunk_keys, encode_namespace, pack_tokens, root_key
 from forebay.kvstore.lookup import Prompt
 from forebay.kvstore.protocol import Written
+from forebay.testing.ports import free_port
 from forebay.tiers.base import ChunkId, LoadJob, Query
 from forebay.tiers.p2p.keys import own_pair
 from forebay.tiers.p2p.nixl import NixlAgent
@@ -54,10 +55,6 @@ def namespace(chunk_bytes: int) -> Namespace:
     )  # fmt: skip
 
 
-def free_port() -> int:
-    """A port of loopback that nobody has now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -23,19 +22,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from forebay.testing.ports import free_ports
 from forebay.testing.standstill import pause, resume
 
 ACCESS, SECRET = "forebay-test-key", "forebay-test-secret"
 START_S = 60.0
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now. Whoever needs them may still be beaten to one, and tries again."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def program(name: str) -> str | None:

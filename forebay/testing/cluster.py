@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -26,6 +25,7 @@ from forebay.kvstore.client import StoreClient
 from forebay.kvstore.extents import pool_path
 from forebay.parent import PARENT_VARIABLE
 from forebay.testing import web
+from forebay.testing.ports import free_port
 
 START_S = 120.0
 SETTLE_S = 60.0
@@ -33,11 +33,6 @@ STARTING_S = 0.05
 """How often a starting front end is asked: each answer takes from what its worker needs to start."""
 
 
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for(what: str, ready: Callable[[], Any], timeout_s: float = START_S, every_s: float = 0.02) -> Any:

@@ -17,7 +17,7 @@ from typing import Self
 
 from forebay.errors import TierUnavailable
 from forebay.testing import standstill
-from forebay.testing.cluster import free_port
+from forebay.testing.ports import free_port
 from forebay.tiers.mooncake.library import IBVERBS
 from forebay.tiers.mooncake.options import Address, mooncake_options
 from forebay.tiers.mooncake.remote import Remote, route_to

@@ -20,6 +20,7 @@ import pytest
 
 from forebay.kvstore.extents import pool_path
 from forebay.testing import web
+from forebay.testing.ports import free_port
 from forebay.testing.standstill import pause
 from tests.checkpoints import tiny_qwen3
 from tests.cli.commands import told
@@ -27,10 +28,6 @@ from tests.cli.commands import told
 START_S = 90.0
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass

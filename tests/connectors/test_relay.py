@@ -11,7 +11,8 @@ from forebay.connectors.relay import Relay, Stream, stream_of
 from forebay.events.schema import BlockRemoved, BlockStored, KVEvent, low64
 from forebay.kvstore.client import StoreClient
 from forebay.kvstore.identity import Chain, root_key
-from forebay.testing.cluster import Cluster, free_port, wait_for
+from forebay.testing.cluster import Cluster, wait_for
+from forebay.testing.ports import free_port
 from tests.connectors.test_copying import CHUNK, fill
 from tests.connectors.test_moving import TOKENS, Rank, rank
 

@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from forebay.testing.cluster import Cluster, Process, free_port, wait_for
+from forebay.testing.cluster import Cluster, Process, wait_for
+from forebay.testing.ports import free_port
 from tests.checkpoints import CHAT_TEMPLATE, tiny_qwen3
 from tests.events.consumers.environment import needs_consumers, program
 

@@ -18,7 +18,8 @@ import yaml
 from forebay import __version__
 from forebay.config import Arguments, resolve
 from forebay.router import settings
-from forebay.testing.cluster import Process, free_port, wait_for
+from forebay.testing.cluster import Process, wait_for
+from forebay.testing.ports import free_port
 from forebay.tiers.p2p.keys import own_pair
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,8 @@ from forebay.errors import StoreError
 from forebay.kvstore.client import StoreClient
 from forebay.testing import mooncake
 from forebay.testing.buckets import SeaweedFS
-from forebay.testing.cluster import free_port, wait_for
+from forebay.testing.cluster import wait_for
+from forebay.testing.ports import free_port
 
 
 class Backend(ABC):

@@ -16,7 +16,8 @@ import httpx
 import pytest
 
 from forebay.testing import web
-from forebay.testing.cluster import Cluster, Process, free_port, wait_for
+from forebay.testing.cluster import Cluster, Process, wait_for
+from forebay.testing.ports import free_port
 from forebay.testing.standstill import pause, resume
 from forebay.tiers.p2p.transfer_params import prefill_request
 from tests.e2e.failover import ONE_THREAD

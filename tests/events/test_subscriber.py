@@ -13,7 +13,7 @@ from forebay.events.publisher import END, SNAPSHOT_REQUEST, EventPublisher, Publ
 from forebay.events.schema import CPU, BlockRemoved, BlockStored, KVEvent, WireProfile, low64
 from forebay.events.subscriber import EventSubscriber, Received
 from forebay.events.threaded import PublisherThread, run_in_thread
-from forebay.testing.cluster import free_port
+from forebay.testing.ports import free_port
 from tests.events.support import LOOPBACK, Held, apply, keys_of, stored
 
 

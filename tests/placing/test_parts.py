@@ -23,7 +23,8 @@ from forebay.placing.routing import NOWHERE, RouterProcess
 from forebay.placing.slots import Slots
 from forebay.placing.spec import SERVER, HostSpec, Place, new_pair
 from forebay.testing import web
-from forebay.testing.cluster import free_port, wait_for
+from forebay.testing.cluster import wait_for
+from forebay.testing.ports import free_port
 from tests.checkpoints import tiny_qwen3
 
 PROMPT = [3 + (number * number) % 400 for number in range(96)]

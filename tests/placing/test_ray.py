@@ -17,7 +17,8 @@ import httpx
 import pytest
 
 from forebay.testing import web
-from forebay.testing.cluster import free_port, wait_for
+from forebay.testing.cluster import wait_for
+from forebay.testing.ports import free_port
 from tests.checkpoints import tiny_qwen3
 
 PROMPT = [3 + (number * number) % 400 for number in range(96)]

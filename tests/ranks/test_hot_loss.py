@@ -15,8 +15,9 @@ from forebay.kvstore.client import StoreClient
 from forebay.kvstore.header import SlotState, mark_slot
 from forebay.kvstore.identity import Chain, decode_namespace, pack_tokens, root_key
 from forebay.testing import web
+from forebay.testing.ports import free_port
 from tests.checkpoints import tiny_glm_moe_dsa
-from tests.cli.test_serve import Serving, free_port
+from tests.cli.test_serve import Serving
 from tests.e2e.streams import Stream
 from tests.ranks.conftest import CHUNK, Crowd, Worker, children, wait_gone
 from tests.ranks.hot import HOT, nothing_held, same_decisions

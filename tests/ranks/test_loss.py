@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from forebay.testing.cluster import Cluster
+from forebay.testing.ports import free_port
 from forebay.testing.standstill import pause
 from tests.checkpoints import tiny_llama
-from tests.cli.test_serve import Serving, free_port
+from tests.cli.test_serve import Serving
 from tests.e2e.reference import greedy_reference
 from tests.e2e.streams import Stream
 from tests.ranks.conftest import Crowd, Worker, children, wait_gone

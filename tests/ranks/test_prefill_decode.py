@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from forebay.testing import web
-from forebay.testing.cluster import Cluster, free_port, wait_for
+from forebay.testing.cluster import Cluster, wait_for
+from forebay.testing.ports import free_port
 from forebay.tiers.p2p.transfer_params import prefill_request
 from tests.checkpoints import tiny_llama
 from tests.e2e.reference import greedy_reference

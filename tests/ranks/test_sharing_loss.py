@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from forebay.testing.ports import free_port
 from tests.checkpoints import tiny_deepseek_v3, tiny_llama
-from tests.cli.test_serve import Serving, free_port
+from tests.cli.test_serve import Serving
 from tests.e2e.reference import greedy_reference
 from tests.ranks.conftest import children, wait_gone
 from tests.ranks.test_loss import LENGTH, PROMPT, over_a_killed_rank

@@ -16,7 +16,8 @@ import httpx
 import pytest
 
 from forebay.testing import web
-from forebay.testing.cluster import Cluster, Process, free_port, wait_for
+from forebay.testing.cluster import Cluster, Process, wait_for
+from forebay.testing.ports import free_port
 from tests.checkpoints import tiny_qwen3
 from tests.e2e.paced import Pace
 

@@ -14,7 +14,7 @@ from forebay.router.client import BackendFailed, ask
 from forebay.router.proxy import MID_STREAM_ATTEMPTS, Refused
 from forebay.router.settings import StoreStream, backends_of
 from forebay.router.streams import Patience
-from forebay.testing.cluster import free_port
+from forebay.testing.ports import free_port
 from forebay.workers.api.errors import ApiError
 from tests.router.hostile import ODD_EVENTS, SAID, Hostile, at_rest, body, look, routed, streamed
 

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from forebay.testing.cluster import Cluster, Process, free_port, wait_for
+from forebay.testing.cluster import Cluster, Process, wait_for
+from forebay.testing.ports import free_port
 from tests.vllm.conftest import server
 from tests.vllm.servers import Engine, running
 

@@ -15,7 +15,7 @@ from forebay.errors import StoreError
 from forebay.kvstore.client import StoreClient
 from forebay.kvstore.geometry import GroupGeometry
 from forebay.kvstore.identity import Namespace, pack_tokens, root_key
-from forebay.testing.cluster import free_port
+from forebay.testing.ports import free_port
 from tests.events.consumers.environment import needs_consumers
 from tests.events.consumers.test_dynamo import Dynamo, dynamo  # noqa: F401 - a fixture
 from tests.kvstore.running import put

@@ -19,7 +19,8 @@ import httpx
 import pytest
 
 from forebay.events.projection import HOST_TIER
-from forebay.testing.cluster import free_port, wait_for
+from forebay.testing.cluster import wait_for
+from forebay.testing.ports import free_port
 from tests.events.consumers.environment import needs_consumers, program
 from tests.events.consumers.fake_worker import FakeWorker
 from tests.events.consumers.world import World

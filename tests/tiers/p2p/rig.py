@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from forebay.testing.conformance import Driver, InProcess, Pool
+from forebay.testing.ports import free_port
 from forebay.tiers.p2p.keys import own_pair
 from forebay.tiers.p2p.source import Source
 from forebay.tiers.p2p.tier import P2pTier
 from tests.tiers.p2p.sources import DictSource
-from tests.tiers.p2p.stores import free_port
 
 NAMESPACES = (b"n" * 32, b"o" * 32)
 """Of the chunks that the suite makes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from forebay.kvstore.client import StoreClient
 from forebay.kvstore.header import granule_checksums
 from forebay.kvstore.protocol import Found, NewChunk, Slot, Written
+from forebay.testing.ports import free_port
 from tests.kvstore.running import flip_a_bit, payload_of, prompt_of
 from tests.kvstore.support import CHUNK, namespace
 from tests.kvstore.test_daemon_tiers import TierStore
@@ -23,9 +23,6 @@ CHUNKS = 8
 """Of TOKENS, in both groups."""
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    with socket.create_server((host, 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def write(client: StoreClient, chunk: NewChunk, slot: Slot) -> Written:

@@ -14,6 +14,7 @@ import pytest
 
 from forebay.errors import ConfigError, TierUnavailable
 from forebay.testing.conformance import Pool, make_chunk, numbered
+from forebay.testing.ports import free_port
 from forebay.tiers.p2p import stream_server, tls
 from forebay.tiers.p2p.errors import PeerLost
 from forebay.tiers.p2p.stream import ALL, MAGIC, NO_TICKET, REPLY, REQUEST
@@ -21,7 +22,6 @@ from forebay.tiers.p2p.stream_server import StreamServer
 from forebay.tiers.p2p.streams import Place, Streams
 from forebay.tiers.p2p.tls import dialling_context, new_identity, pinned
 from tests.tiers.p2p.rig import Asker, Host, own_folder
-from tests.tiers.p2p.stores import free_port
 from tests.tiers.p2p.tap import Tap
 
 CHUNK = make_chunk(granule=1 << 20)
