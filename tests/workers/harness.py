@@ -60,6 +60,16 @@ class Answer:
         return self.started.cached_tokens
 
 
+@dataclass
+class Halt:
+    """Where the worker stands still: behind a step in which this request had a token and `ready` was true."""
+
+    key: RequestKey
+    ready: Callable[[], Any]
+    stands: threading.Event = field(default_factory=threading.Event)
+    goes_on: threading.Event = field(default_factory=threading.Event)
+
+
 class Harness:
     """A running worker and a front end that remembers everything."""
 
@@ -79,6 +89,7 @@ class Harness:
         self.answers: dict[RequestKey, Answer] = {}
         self.ended: list[RequestKey] = []
         self._heard = threading.Condition()
+        self._halt: Halt | None = None
         self._count = 0
         events = PoolEvents(None, None, "", "")
         self.parts: Assembled = self._assemble(config, events)
@@ -118,6 +129,11 @@ class Harness:
                 for message in messages:
                     self._note(connection, message)
             self._heard.notify_all()
+        halt = self._halt
+        if halt is not None and self.answers[halt.key].tokens and halt.ready():
+            self._halt = None
+            halt.stands.set()
+            halt.goes_on.wait(60)
 
     def _note(self, connection: int, message: Any) -> None:
         if isinstance(message, Outputs):
@@ -157,6 +173,21 @@ class Harness:
         self.answers.setdefault(key, Answer())
         self.parts.inbox.put(Submit(key, ask))
         return key
+
+    @contextmanager
+    def in_its_midst(
+        self, prompt: list[int], max_tokens: int, ready: Callable[[], Any] = lambda: True
+    ) -> Iterator[RequestKey]:
+        """Submit a request; the block runs while the worker stands still behind a step in which it had a token and
+        `ready` was true. However busy the machine is, the request isn't over by then."""
+        name = f"r{self._count + 1}"
+        halt = self._halt = Halt(RequestKey(1, name, 1), ready)
+        self.submit(prompt, max_tokens, id=name)
+        assert halt.stands.wait(60), f"{name} didn't get there"
+        try:
+            yield halt.key
+        finally:
+            halt.goes_on.set()
 
     def cancel(self, key: RequestKey) -> None:
         self.parts.inbox.put(CancelRequest(key))

@@ -27,8 +27,8 @@ def test_one_begins_only_when_the_store_has_room_for_prompt_and_output(glm: Spar
 def test_one_that_has_begun_gets_on_however_full_the_store_is(glm: Sparse) -> None:
     store = FakeStore()
     with glm.worker(store, **TIGHT) as worker:
-        prompt, key = hot_and_running(worker, glm)
-        store.refuse = "full"
+        with hot_and_running(worker, glm) as (prompt, key):
+            store.refuse = "full"
         assert worker.wait(key, 60).tokens == glm.expected(prompt, 60)
         assert worker.stat("hot.put_off") == 0 and worker.stat("hot.promised") == 0
     assert not store.asides
@@ -58,9 +58,8 @@ def test_nobody_is_squeezed_without_room(glm: Sparse) -> None:
     first, second = glm.text(230, 46), glm.text(260, 47)
     store = FakeStore(room=0)
     with glm.worker(store, **SQUEEZED) as worker:
-        keys = [worker.submit(first, 120)]
-        wait_until("it runs", lambda: worker.answers[keys[0]].tokens, 60)
-        keys.append(worker.submit(second, 8))
+        with worker.in_its_midst(first, 120) as key:
+            keys = [key, worker.submit(second, 8)]
         wait_until("it was refused", lambda: worker.stat("hosted.room_refused") or worker.stat("hot.room_refused"), 60)
         assert worker.stat("hot.squeezed") == 0
         store.room = PLENTY

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
+from forebay.workers.generation import RequestKey
 from tests.workers.fake_store import FakeStore
 from tests.workers.harness import CHUNK, Harness, wait_until
 from tests.workers.hot.conftest import SQUEEZED, TIGHT, Sparse
@@ -29,10 +32,9 @@ def test_a_request_starts_on_a_prefix_of_which_no_row_is_on_the_device(sparse: S
         whole.ask(prompt, 1)
         whole.settle()
     with sparse.worker(store, **SQUEEZED) as squeezed:
-        # Somebody else has most of the device.
-        other = squeezed.submit(sparse.text(280, 5), 30)
-        wait_until("it runs", lambda: squeezed.answers[other].tokens)
-        answer = squeezed.ask(prompt, 6)
+        with squeezed.in_its_midst(sparse.text(280, 5), 30) as other:  # which has most of the device
+            key = squeezed.submit(prompt, 6)
+        answer = squeezed.wait(key)
         assert answer.cached == 192 and answer.tokens == sparse.expected(prompt, 6)
         assert squeezed.stat("hot.started_with_none") >= 1 and squeezed.stat("hot.misses") > 0
         squeezed.wait(other, 60)
@@ -63,10 +65,10 @@ def test_a_hit_at_every_boundary(glm: Sparse, length: int) -> None:
         whole.ask(prompt, 1)
         whole.settle()
     with glm.worker(store, **(SQUEEZED | {"hot_buffer_pool_tokens": 256})) as squeezed:
-        blocker = squeezed.submit(glm.text(30, 7), 60)
-        wait_until("it runs", lambda: squeezed.answers[blocker].tokens)
         longer = [*prompt, *glm.text(5, 8)]
-        assert squeezed.ask(longer, 4).tokens == glm.expected(longer, 4)
+        with squeezed.in_its_midst(glm.text(30, 7), 60) as blocker:
+            key = squeezed.submit(longer, 4)
+        assert squeezed.wait(key).tokens == glm.expected(longer, 4)
         squeezed.cancel(blocker)
         wait_until("it has gone", lambda: squeezed.answers[blocker].finished)
 
@@ -86,10 +88,9 @@ def test_one_that_was_loaded_whole_is_squeezed_when_another_needs_room(glm: Spar
         whole.ask(first, 1)
         whole.settle()
     with glm.worker(store, **SQUEEZED) as squeezed:
-        keys = [squeezed.submit(first, 40)]
-        wait_until("it runs", lambda: squeezed.answers[keys[0]].tokens, 60)
-        assert squeezed.answers[keys[0]].cached == 224
-        keys.append(squeezed.submit(second, 8))
+        with squeezed.in_its_midst(first, 40) as key:
+            assert squeezed.answers[key].cached == 224
+            keys = [key, squeezed.submit(second, 8)]
         for prompt, key, count in zip((first, second), keys, (40, 8), strict=True):
             assert squeezed.wait(key, 60).tokens == glm.expected(prompt, count)
         assert squeezed.stat("hot.squeezed") == 1
@@ -98,19 +99,19 @@ def test_one_that_was_loaded_whole_is_squeezed_when_another_needs_room(glm: Spar
 # --- lifecycles --------------------------------------------------------------------------------------------------
 
 
-def hot_and_running(worker: Harness, sparse: Sparse, count: int = 60) -> tuple[list[int], object]:
-    """A request that reads rows in host memory, and is in the midst of its answer."""
+@contextmanager
+def hot_and_running(worker: Harness, sparse: Sparse, count: int = 60) -> Iterator[tuple[list[int], RequestKey]]:
+    """A request that reads rows in host memory; the block runs in the midst of its answer, between two steps."""
     prompt = sparse.text(230, 11)
-    key = worker.submit(prompt, count)
-    wait_until("it reads in host memory", lambda: worker.stat("hot.misses") and worker.answers[key].tokens, 60)
-    return prompt, key
+    with worker.in_its_midst(prompt, count, lambda: worker.stat("hot.misses")) as key:
+        yield prompt, key
 
 
 def test_one_that_is_cancelled_while_its_pages_are_copied_leaves_nothing_behind(glm: Sparse) -> None:
     store = FakeStore()
     with glm.worker(store, **TIGHT) as worker:
-        _, key = hot_and_running(worker, glm)
-        store.hung = True
+        with hot_and_running(worker, glm) as (_, key):
+            store.hung = True
         wait_until("a copy waits", lambda: worker.stat("pushes.running") > 0, 60)
         worker.cancel(key)
         wait_until("it has gone", lambda: worker.answers[key].finished)
@@ -122,8 +123,8 @@ def test_one_that_is_cancelled_while_its_pages_are_copied_leaves_nothing_behind(
 def test_pages_stay_while_host_memory_takes_its_time(glm: Sparse) -> None:
     store = FakeStore()
     with glm.worker(store, **TIGHT) as worker:
-        prompt, key = hot_and_running(worker, glm)
-        store.hung = True
+        with hot_and_running(worker, glm) as (prompt, key):
+            store.hung = True
         wait_until("a copy waits", lambda: worker.stat("pushes.running") > 0, 60)
         released = worker.stat("hot.chunks_held")
         time.sleep(0.05)
@@ -135,8 +136,8 @@ def test_pages_stay_while_host_memory_takes_its_time(glm: Sparse) -> None:
 def test_when_the_store_goes_away_it_is_computed_anew(glm: Sparse) -> None:
     store = FakeStore()
     with glm.worker(store, **TIGHT) as worker:
-        prompt, key = hot_and_running(worker, glm)
-        store.lose_connections()
+        with hot_and_running(worker, glm) as (prompt, key):
+            store.lose_connections()
         wait_until("it was put off", lambda: worker.stat("hot.put_off") > 0, 60)
         store.up = True
         assert worker.wait(key, 60).tokens == glm.expected(prompt, 60)
@@ -146,10 +147,10 @@ def test_a_slot_that_was_given_away_makes_that_step_void(glm: Sparse) -> None:
     """Its bytes may be anybody's: what was read is taken back before anyone has heard of it."""
     store = FakeStore()
     with glm.worker(store, **TIGHT) as worker:
-        prompt, key = hot_and_running(worker, glm)
-        for stored in list(store.chunks.values()):
-            stored.generation += 1
-            stored.payload[:] = bytes(len(stored.payload))
+        with hot_and_running(worker, glm) as (prompt, key):
+            for stored in list(store.chunks.values()):
+                stored.generation += 1
+                stored.payload[:] = bytes(len(stored.payload))
         assert worker.wait(key, 60).tokens == glm.expected(prompt, 60)
         assert worker.stat("hot.put_off") > 0 and worker.stat("hot.rows_changed") > 0
 
