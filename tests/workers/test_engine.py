@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from forebay.workers.messages import Stop
 from tests.workers.fake_model import VOCAB, FakeModel
 from tests.workers.fake_store import FakeStore
 from tests.workers.harness import CHUNK, Harness, wait_until, worker
@@ -194,11 +195,10 @@ def test_a_store_that_dies_costs_nobody_an_answer() -> None:
 def test_a_hung_store_delays_a_request_by_its_deadline_and_no_more() -> None:
     store = FakeStore()
     with worker(store, lookup_deadline_ms=50) as w:
-        running = w.submit(text(20, seed=1), 600)
-        wait_until("decoding", lambda: len(w.answers[running].tokens) > 3)
-        store.hung = True
-        key = w.submit(text(100, seed=2), 4)
-        before = len(w.answers[running].tokens)
+        with w.in_its_midst(text(20, seed=1), 600) as running:
+            store.hung = True
+            key = w.submit(text(100, seed=2), 4)
+            before = len(w.answers[running].tokens)
         wait_until("the other decodes on", lambda: len(w.answers[running].tokens) > before + 20)
         assert w.wait(key).cached == 0
         store.hung = False
@@ -341,9 +341,8 @@ def test_a_prompt_that_the_device_cannot_hold_is_refused_with_the_remedy() -> No
 
 def test_the_queue_is_bounded() -> None:
     with worker(None, max_waiting=2, max_num_seqs=1) as w:
-        first = w.submit(text(10), 400)
-        wait_until("running", lambda: w.answers[first].tokens)
-        keys = [w.submit(text(10 + i), 2) for i in range(5)]
+        with w.in_its_midst(text(10), 400) as first:
+            keys = [w.submit(text(10 + i), 2) for i in range(5)]
         reasons = [w.wait(key).finished for key in keys]
         assert [f.error for f in reasons if f is not None and f.reason == "error"] == ["busy"] * 3
         w.wait(first)
@@ -390,8 +389,8 @@ def test_draining_stores_what_is_under_way() -> None:
     prompt = text(52)
     harness = Harness(FakeModel(), store)
     harness.start()
-    key = harness.submit(prompt, 500)
-    wait_until("decoding", lambda: harness.answers[key].tokens)
+    with harness.in_its_midst(prompt, 500) as key:
+        harness.parts.inbox.put(Stop())
     harness.stop()
     assert harness.answers[key].finished is None, "its front end goes on elsewhere"
     with worker(store) as w:
@@ -417,10 +416,9 @@ def test_a_failed_load_wakes_an_idle_engine_and_becomes_compute() -> None:
 
 def test_of_those_that_wait_the_more_urgent_goes_first() -> None:
     with worker(None, max_num_seqs=1) as w:
-        first = w.submit(text(10), 1900)  # until it is cancelled
-        wait_until("running", lambda: w.answers[first].tokens)
-        calm, urgent = w.submit(text(11), 60, priority=3), w.submit(text(12), 3)
-        w.cancel(first)
+        with w.in_its_midst(text(10), 60) as first:
+            calm, urgent = w.submit(text(11), 60, priority=3), w.submit(text(12), 3)
+            w.cancel(first)
         w.wait(calm)
         assert w.ended == [first, urgent, calm]
 
