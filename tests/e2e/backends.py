@@ -117,7 +117,7 @@ class Peer(Backend):
     def tiers(self, store: str) -> str:
         return (
             f'[tiers.p2p]\nkind = "p2p"\nstore = "{store}"\nlisten = "127.0.0.1:{self.our_port}"\n'
-            f'peers = "peer=127.0.0.1:{self.port}"\npush_to = "peer"\n'
+            f'peers = "peer=127.0.0.1:{self.port}"\npush_to = "peer"\nask_s = "5s"\n'
         )
 
     def ready(self, values: dict[str, float]) -> bool:

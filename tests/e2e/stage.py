@@ -93,7 +93,8 @@ class Stage:
     def build(cls, folder: Path, ranks: int, sharing: int = 1) -> Stage:
         """Start what all sources share; the store comes with `play`."""
         tiny_windowed(folder / "model")
-        cluster = Cluster(folder, folder / "model", chunk_tokens=CHUNK, module=Pace(folder / "pace").module)
+        module = Pace(folder / "pace").module
+        cluster = Cluster(folder, folder / "model", chunk_tokens=CHUNK, module=module, lookup_deadline="20s")
         return cls(cluster, write_script(folder / "model"), ranks, sharing, Peer(folder / "peer"))
 
     def play(self, source: str) -> None:
@@ -135,7 +136,7 @@ class Stage:
         push = 'push_to = "peer"\n' if source == "p2p" else 'copy = "never"\n'
         peer = (
             f'[tiers.p2p]\nkind = "p2p"\nstore = "{address}"\nlisten = "127.0.0.1:{self.peer.our_port}"\n'
-            f'peers = "peer=127.0.0.1:{self.peer.port}"\n{push}'
+            f'peers = "peer=127.0.0.1:{self.peer.port}"\nask_s = "5s"\n{push}'
         )
         kind = {"fs": Files, "s3": Bucket}.get(source)
         if kind is None:

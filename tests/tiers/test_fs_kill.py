@@ -76,11 +76,16 @@ class Session:
     def job(self, number: int, chunk: Made) -> StoreJob:
         return StoreJob(number, chunk.id, chunk.header.parent, 0, self.pool.put(chunk), chunk.length)
 
-    async def store_until_death(self, chunks: list[Made], kill_after_s: float | None) -> list[Made]:
-        """Store all and wait until the process is dead. What it had confirmed by then."""
+    async def store_until_death(
+        self, chunks: list[Made], kill_after_s: float | None, *, begun: bool = False
+    ) -> list[Made]:
+        """Store all and wait until the process is dead. What it had confirmed by then. It is killed so long after it
+        was asked or, with `begun`, after its first answer."""
         await self.host.start({0: self.pool.descriptor})
         self.host.store([self.job(i, chunk) for i, chunk in enumerate(chunks)])
         if kill_after_s is not None:
+            if begun:
+                await self.until(lambda: len(self.results) > 0)
             await asyncio.sleep(kill_after_s)
             assert self.host.pid is not None
             os.kill(self.host.pid, signal.SIGKILL)
@@ -109,14 +114,18 @@ def test_a_kill_in_the_middle_of_stores_leaves_no_torn_file(pool: Pool, tmp_path
     rng = random.Random(7)
     chunks = [numbered(i, granule=20_000) for i in range(60)]
     served = []
-    for round_ in range(6):
+    for round_ in range(40):
+        if round_ >= 6 and any(0 < count < len(chunks) for count in served):
+            break  # how far it has come by then depends on what else the machine does
         rig = FsRig(pool, tmp_path / f"{round_}", quota_bytes=QUOTA)
         session_pool = Pool(16 << 20)
         directory = rig.directory
 
-        async def scenario(directory: Path = directory, session_pool: Pool = session_pool) -> list[Made]:
+        async def scenario(
+            directory: Path = directory, session_pool: Pool = session_pool, begun: bool = round_ % 2 == 1
+        ) -> list[Made]:
             session = Session(session_pool, "fs", directory)
-            return await session.store_until_death(chunks, rng.uniform(0.0, 0.06))
+            return await session.store_until_death(chunks, rng.uniform(0.0, 0.01 if begun else 0.06), begun=begun)
 
         confirmed = asyncio.run(scenario())
         assert disk_usage(directory) <= QUOTA
