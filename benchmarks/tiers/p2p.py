@@ -55,8 +55,6 @@ def namespace(chunk_bytes: int) -> Namespace:
     )  # fmt: skip
 
 
-
-
 @dataclass(frozen=True)
 class Source:
     """A running store, the tiers it listens with by name, and what it holds."""

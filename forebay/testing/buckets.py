@@ -29,8 +29,6 @@ ACCESS, SECRET = "forebay-test-key", "forebay-test-secret"
 START_S = 60.0
 
 
-
-
 def program(name: str) -> str | None:
     """A program of this Python's environment, or of the path."""
     beside = Path(sys.executable).with_name(name)

@@ -33,8 +33,6 @@ STARTING_S = 0.05
 """How often a starting front end is asked: each answer takes from what its worker needs to start."""
 
 
-
-
 def wait_for(what: str, ready: Callable[[], Any], timeout_s: float = START_S, every_s: float = 0.02) -> Any:
     """The first true answer of `ready`, asked every `every_s`: by default 20 ms."""
     until = time.monotonic() + timeout_s

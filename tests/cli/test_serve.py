@@ -28,8 +28,6 @@ from tests.cli.commands import told
 START_S = 90.0
 
 
-
-
 @dataclass
 class Serving:
     """One `forebay serve` in a folder of its own."""

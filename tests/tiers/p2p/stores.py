@@ -23,8 +23,6 @@ CHUNKS = 8
 """Of TOKENS, in both groups."""
 
 
-
-
 def write(client: StoreClient, chunk: NewChunk, slot: Slot) -> Written:
     """Write a reserved chunk's bytes, without committing it."""
     assert slot.status == "reserved", slot
