@@ -56,7 +56,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 def tiers_of(cluster: Cluster, backend: Backend) -> str:
     """Peers get more time than usual: a machine that is busy with other things must not make a hit a miss."""
-    return backend.tiers(cluster.store_address) + ("ask_s = 5\nstall_s = 30\n" if backend.name == "p2p" else "")
+    return backend.tiers(cluster.store_address) + ("stall_s = 30\n" if backend.name == "p2p" else "")
 
 
 def restart(cluster: Cluster, tiers: str, memory: str) -> None:
